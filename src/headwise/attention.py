@@ -1,0 +1,310 @@
+"""MultiHeadAttention: the layer.
+
+    MultiHead(query, key, value) = concat(head_1, …, head_H) · W_out
+    head_i = attention(query · W_query_i, key · W_key_i, value · W_value_i)
+
+Its forward is that equation, one seam per step: project → norm → rotate → cache → attend → merge → project.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from headwise.backends import Backend, named
+from headwise.backends.base import Inputs
+from headwise.caches import KVCache
+from headwise.errors import ShapeError, UnsupportedError
+from headwise.functional import MaskLike, as_mask, check_dropout, check_scale, prepare, run
+from headwise.masks import Full, Mask
+from headwise.positions import Positions
+from headwise.rotary import RotaryEmbedding
+from headwise.score_mods import ScoreMod
+
+Observer = Callable[[Inputs, Tensor, Tensor], Tensor | None]
+Tokens = Float[Tensor, "B T E"] | Float[Tensor, "T E"]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention of queries over keys and values: self- or cross-attention, with any mask.
+
+    Args:
+        embed_dim: Size of a query token.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads, which must divide ``num_heads``: fewer is grouped-query
+            attention, 1 is multi-query attention. None means ``num_heads``.
+        head_dim: Size of a query and key head; None means ``embed_dim / num_heads``.
+        v_head_dim: Size of a value head; None means ``head_dim``.
+        key_dim: Size of a key token; None means ``embed_dim``.
+        value_dim: Size of a value token; None means ``key_dim``.
+        out_dim: Size of an output token; None means ``embed_dim``.
+        query_bias: Whether the projection of queries adds a bias.
+        key_bias: Likewise for keys.
+        value_bias: Likewise for values.
+        out_bias: Likewise for the output.
+        bias: Sets all four at once; None leaves them as they are.
+        scale: What dot products are multiplied by; None means 1/sqrt(head_dim).
+        q_norm: Applied to each query head before rotation, such as ``nn.RMSNorm(head_dim)``.
+        k_norm: Likewise for keys.
+        rotary: Turns queries and keys by their position.
+        score_mods: Modifications of the scores, applied before those of a call.
+        mask: A mask for every call, joined with that of the call. Numbers only: what depends on the batch goes into
+            the call.
+        sinks: Whether each head has a trainable logit without a value, zero at first.
+        dropout_p: Probability that a weight is dropped in training.
+        max_length: Refuse more query or key tokens than this; None for no limit.
+        backend: "auto", or the name of one, which is then never swapped for another.
+        device: Where the parameters are made.
+        dtype: Of the parameters.
+
+    Attributes:
+        observer: Called with the complete ``Inputs``, the output and the log-sum-exp of each call; may return another
+            output. None for no observer.
+
+    Raises:
+        ShapeError: When the arguments do not fit together.
+
+    Example:
+        >>> layer = MultiHeadAttention(64, 8, num_kv_heads=2, rotary=RotaryEmbedding(8), mask=Causal() & Window(16))
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
+
+    Reference: Vaswani et al., Attention Is All You Need, 2017, section 3.2.2. https://arxiv.org/abs/1706.03762 (its h
+    is ``num_heads``, its d_k ``head_dim``, its d_v ``v_head_dim``). Grouped heads: Ainslie et al., GQA, 2023.
+    https://arxiv.org/abs/2305.13245
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        out_dim: int | None = None,
+        query_bias: bool = True,
+        key_bias: bool = True,
+        value_bias: bool = True,
+        out_bias: bool = True,
+        bias: bool | None = None,
+        scale: float | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        rotary: RotaryEmbedding | None = None,
+        score_mods: Sequence[ScoreMod] = (),
+        mask: Mask = Full(),
+        sinks: bool = False,
+        dropout_p: float = 0.0,
+        max_length: int | None = None,
+        backend: str | Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if bias is not None:
+            query_bias = key_bias = value_bias = out_bias = bias
+        self.embed_dim = _size(embed_dim, "embed_dim")
+        self.num_heads = _size(num_heads, "num_heads")
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else _size(num_kv_heads, "num_kv_heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly.")
+        if head_dim is None and embed_dim % num_heads:
+            raise ShapeError(
+                f"embed_dim {embed_dim} cannot be split evenly over {num_heads} heads; give head_dim= to choose freely."
+            )
+        self.head_dim = embed_dim // num_heads if head_dim is None else _size(head_dim, "head_dim")
+        self.v_head_dim = self.head_dim if v_head_dim is None else _size(v_head_dim, "v_head_dim")
+        self.key_dim = embed_dim if key_dim is None else _size(key_dim, "key_dim")
+        self.value_dim = self.key_dim if value_dim is None else _size(value_dim, "value_dim")
+        self.out_dim = embed_dim if out_dim is None else _size(out_dim, "out_dim")
+        self.scale = None if scale is None else check_scale(scale, self.head_dim)
+        self.dropout_p = check_dropout(dropout_p)
+        self.max_length = None if max_length is None else _size(max_length, "max_length")
+        self.mask, self.rotary, self.score_mods = mask, rotary, nn.ModuleList(score_mods)
+        self.backend = backend
+        self._check_parts()
+
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(self.embed_dim, self.num_heads * self.head_dim, query_bias, **made)
+        self.k_proj = nn.Linear(self.key_dim, self.num_kv_heads * self.head_dim, key_bias, **made)
+        self.v_proj = nn.Linear(self.value_dim, self.num_kv_heads * self.v_head_dim, value_bias, **made)
+        self.out_proj: nn.Module = nn.Linear(self.num_heads * self.v_head_dim, self.out_dim, out_bias, **made)
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.sinks = nn.Parameter(torch.zeros(self.num_heads, **made)) if sinks else None
+        self.observer: Observer | None = None
+        self.reset_parameters()
+
+    def _check_parts(self) -> None:
+        named(self.backend)
+        as_mask(self.mask)
+        if isinstance(self.mask, Tensor) or any(True for _ in self.mask.tensors()):
+            raise ShapeError("A layer's own mask holds numbers only; give masks that hold tensors in the call.")
+        self.mask.bind(1, self.num_heads, Positions(1), Positions(1))
+        if self.rotary is not None and self.rotary.head_dim != self.head_dim:
+            raise ShapeError(f"The rotary embedding is for heads of {self.rotary.head_dim}, the layer's are {self.head_dim}.")
+        for mod in self.score_mods:
+            if not isinstance(mod, ScoreMod):
+                raise ShapeError(f"score_mods holds {type(mod).__name__}, which is no ScoreMod; wrap it in CustomScore.")
+            wants = getattr(mod, "num_heads", self.num_heads)
+            if wants != self.num_heads:
+                raise ShapeError(f"{type(mod).__name__} is for {wants} heads, the layer has {self.num_heads}.")
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform weights for each projection on its own, biases and sinks zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if isinstance(projection, nn.Linear):
+                nn.init.xavier_uniform_(projection.weight)
+                if projection.bias is not None:
+                    nn.init.zeros_(projection.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def forward(
+        self,
+        query: Tokens,
+        key: Float[Tensor, "B S _"] | Float[Tensor, "S _"] | None = None,
+        value: Float[Tensor, "B S _"] | Float[Tensor, "S _"] | None = None,
+        *,
+        mask: MaskLike = Full(),
+        score_mods: Sequence[ScoreMod] = (),
+        cache: KVCache | None = None,
+        positions: Positions | None = None,
+        key_positions: Positions | None = None,
+        lengths: Int[Tensor, " B"] | None = None,
+        seed: int | Int[Tensor, ""] | None = None,
+    ) -> Float[Tensor, "B T _"] | Float[Tensor, "T _"]:
+        """Attend.
+
+        Args:
+            query: Tokens that ask.
+            key: Tokens that are looked at; None means those of ``query``.
+            value: Tokens that are read; None means those of ``key``.
+            mask: Which keys a query may attend to; joined with the layer's own mask.
+            score_mods: Modifications of the scores, after the layer's own.
+            cache: Keys and values of earlier calls; this call's are added to it.
+            positions: Where the queries stand; None asks the cache, or lets the last query stand with the last key.
+            key_positions: Where the keys stand; None means with the queries if they are as many, else from 0.
+            lengths: How many of the tokens of each row are real, for the cache.
+            seed: What makes dropout the same on every backend; None follows torch's generator.
+
+        Returns:
+            A token per query, unbatched if the query was. The output bias for a query that may see nothing.
+
+        Raises:
+            ShapeError: When sizes, dtypes or devices do not fit together.
+            UnsupportedError: When the backend named cannot run the call.
+        """
+        query, key, value, batched = self._tokens(query, key, value)
+        queries, keys = self._positions(query, key, cache, positions, key_positions)
+        q_BHTD = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        k_BKSD = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        v_BKSV = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
+        if self.q_norm is not None:
+            q_BHTD = self.q_norm(q_BHTD)
+        if self.k_norm is not None:
+            k_BKSD = self.k_norm(k_BKSD)
+        if self.rotary is not None:
+            q_BHTD = self.rotary(q_BHTD, queries.position(query.device))
+            k_BKSD = self.rotary(k_BKSD, keys.position(query.device))
+        if cache is not None:
+            k_BKSD, v_BKSV, keys = cache.append(k_BKSD, v_BKSV, keys, lengths)
+        out_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, as_mask(mask), score_mods, queries, keys, seed)
+        out = self.out_proj(out_BHTV.transpose(1, 2).flatten(2))
+        return out if batched else out[0]
+
+    def _attend(
+        self,
+        query: Float[Tensor, "B H T D"],
+        key: Float[Tensor, "B K S D"],
+        value: Float[Tensor, "B K S V"],
+        mask: Mask,
+        score_mods: Sequence[ScoreMod],
+        queries: Positions,
+        keys: Positions,
+        seed: int | Int[Tensor, ""] | None,
+    ) -> Float[Tensor, "B H T V"]:
+        if isinstance(mask, Full) or isinstance(self.mask, Full):
+            mask = mask if isinstance(self.mask, Full) else self.mask
+        else:
+            mask = self.mask & mask
+        dropout_p = self.dropout_p if self.training else 0.0
+        lse = "no" if self.observer is None else "value"
+        # a norm kept in float32 may return wider queries and keys than values under autocast
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        x = prepare(
+            query, key, value, mask, (*self.score_mods, *score_mods), self.sinks, self.scale, dropout_p, seed, queries,
+            keys, lse,
+        )  # fmt: skip
+        out, found = run(x, self.backend)
+        if self.observer is None:
+            return out
+        other = self.observer(x, out, found)  # type: ignore[arg-type]
+        return out if other is None else other
+
+    def _tokens(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, bool]:
+        key = query if key is None else key
+        value = key if value is None else value
+        wants = {"query": (query, self.embed_dim), "key": (key, self.key_dim), "value": (value, self.value_dim)}
+        for name, (tokens, size) in wants.items():
+            if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
+                shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+                raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.")
+            if tokens.shape[-1] != size:
+                raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}.")
+            if self.max_length is not None and tokens.shape[-2] > self.max_length:
+                raise ShapeError(f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {self.max_length}.")
+        batched = query.dim() == 3
+        return (query, key, value, True) if batched else (query[None], key[None], value[None], False)
+
+    def _positions(
+        self,
+        query: Tensor,
+        key: Tensor,
+        cache: KVCache | None,
+        positions: Positions | None,
+        key_positions: Positions | None,
+    ) -> tuple[Positions, Positions]:
+        rows, slots = query.shape[1], key.shape[1]
+        if positions is None and cache is not None:
+            positions = cache.next_positions(rows)
+        keys = key_positions
+        if keys is None:
+            keys = positions if positions is not None and slots == rows else Positions(slots)
+        queries = Positions(rows, start=keys.stop - rows, offset=keys.offset) if positions is None else positions
+        for given, count, name in ((queries, rows, "query"), (keys, slots, "key")):
+            if not isinstance(given, Positions) or given.count != count:
+                what = given.count if isinstance(given, Positions) else type(given).__name__
+                raise ShapeError(f"The {name} positions are for {what} tokens, but there are {count}.")
+        return queries, keys
+
+    def extra_repr(self) -> str:
+        """The sizes and every setting that differs from its default."""
+        shown = [f"{self.embed_dim}, {self.num_heads}"]
+        defaults = {
+            "num_kv_heads": self.num_heads,
+            "head_dim": self.embed_dim // self.num_heads,
+            "v_head_dim": self.head_dim,
+            "key_dim": self.embed_dim,
+            "value_dim": self.key_dim,
+            "out_dim": self.embed_dim,
+            "scale": None,
+            "mask": Full(),
+            "dropout_p": 0.0,
+            "max_length": None,
+            "backend": "auto",
+        }
+        shown += [f"{k}={v!r}" for k, default in defaults.items() if (v := getattr(self, k)) != default]
+        return ", ".join(shown + ["sinks=True"] * (self.sinks is not None))
+
+
+def _size(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ShapeError(f"{name} is {value!r}; give a whole number of at least 1.")
+    return value

@@ -1,0 +1,30 @@
+"""Backends: the ways to compute attention, in order of preference, and the choice among them."""
+
+from headwise.backends.base import Backend, Inputs
+from headwise.backends.reference import Reference
+from headwise.backends.sdpa import Sdpa
+from headwise.errors import ShapeError, UnsupportedError
+
+BACKENDS: tuple[Backend, ...] = (Sdpa(), Reference())
+
+
+def named(name: str | Backend) -> Backend | None:
+    """The backend of a name, or None for "auto"."""
+    if isinstance(name, Backend) or name == "auto":
+        return name if isinstance(name, Backend) else None
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    raise ShapeError(f"There is no backend {name!r}; there are auto, {', '.join(b.name for b in BACKENDS)}.")
+
+
+def choose(x: Inputs, name: str | Backend = "auto") -> Backend:
+    """The backend that runs the call: the one named, or the first that can. One asked for by name is never swapped."""
+    backend = named(name)
+    if backend is None:
+        return next(b for b in BACKENDS if b.why_not(x) is None)
+    reason = backend.why_not(x)
+    if reason is not None:
+        able = ", ".join(b.name for b in BACKENDS if b.why_not(x) is None)
+        raise UnsupportedError(f"Backend {backend.name!r} cannot run this call: {reason}. These can: {able}.")
+    return backend

@@ -1,0 +1,219 @@
+"""torch's scaled_dot_product_attention, in its best form.
+
+``is_causal`` only where it means the same, slices instead of masks, grouped heads without copies, and the log-sum-exp
+of torch's fused CPU kernel for sinks.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from headwise.backends.base import Backend, Inputs
+
+FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
+
+
+class Sdpa(Backend):
+    """torch.nn.functional.scaled_dot_product_attention."""
+
+    name = "sdpa"
+
+    def why_not(self, x: Inputs) -> str | None:
+        if any((low := mod.lowered()) is None or low.kind == "softcap" for mod in x.score_mods):
+            names = ", ".join(dict.fromkeys(type(mod).__name__ for mod in x.score_mods))
+            return f"it cannot modify scores ({names})"
+        if x.dropout_p > 0 and x.seed is not None:
+            return "its dropout follows torch's generator and cannot follow a seed"
+        if torch._C._functorch.maybe_current_level() is not None:
+            return "its kernels do not compose with function transforms (vmap, grad, jvp)"
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in (x.query, x.key, x.value)):
+            return "its kernels have no forward-mode derivative"
+        if x.lse == "gradient" and x.needs_grad:
+            return "its log-sum-exp has no gradient"
+        if x.lse != "no" or x.sinks is not None:
+            if x.query.device.type != "cpu":
+                return "its log-sum-exp, which sinks need too, is to be had on the CPU only"
+            if x.dropout_p > 0:
+                return "its log-sum-exp, which sinks need too, is not to be had with dropout"
+            if x.needs_grad and any(t.requires_grad for t in x.score_tensors()):
+                return "its log-sum-exp, which sinks need too, is not to be had with the gradient of a bias"
+        return None
+
+    def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
+        query, key, value = x.query, x.key, x.value
+        spans = x.spans()
+        causal, tile = False, None
+        if spans is not None and spans.is_numbers and not x.tiles():
+            start, stop = spans.reach()
+            # slices, not masks: they are free, and what nobody sees cannot leak
+            key, value = key[..., start:stop, :], value[..., start:stop, :]
+            inner = x.mask.spans(x.queries, type(x.keys)(stop - start, x.keys.start + start, x.keys.offset))
+            causal = inner is not None and not inner.is_full and _is_causal(inner)
+            allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
+            slots = slice(start, stop)
+        else:
+            allowed, slots = x.allowed(), slice(None)
+            # what no query sees may hold NaN, and SDPA would multiply it by zero
+            unseen = ~_per_kv_head(allowed.any(-2), key.shape[1])[..., None]
+            key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+        if x.score_mods:
+            zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(*query.shape[:3], x.key.shape[-2])
+            tile = x.modify(zeros)[..., slots]
+        if tile is not None and causal:
+            causal, allowed = False, x.allowed()[..., slots]
+        if tile is not None and allowed is not None:
+            tile = tile.masked_fill(~allowed, -torch.inf)
+        return _attend(x, query, key, value, allowed, tile, causal)
+
+
+def _attend(
+    x: Inputs,
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K N D"],
+    value: Float[Tensor, "B K N V"],
+    allowed: Bool[Tensor, "#B #H T N"] | None,
+    tile: Float[Tensor, "#B #H T N"] | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    heads, kv_heads, rows, v_dim = query.shape[1], key.shape[1], query.shape[2], value.shape[-1]
+    mask = allowed if tile is None else tile
+    # the fused kernel wants one head size; zeros add nothing to a dot product, and nothing to a sum
+    width = max(query.shape[-1], v_dim)
+    query, key, value = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
+    fold = heads != kv_heads and not causal and (mask is None or rows <= FEW_QUERIES)
+    if fold:
+        group = heads // kv_heads
+        query = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
+        if mask is not None:
+            mask = mask.expand(mask.shape[0], heads, rows, mask.shape[-1])
+            mask = mask.unflatten(1, (kv_heads, group)).flatten(2, 3)
+
+    lse = None
+    if x.lse != "no" or x.sinks is not None or _differentiates_fused(x, query, key, mask):
+        sinks = None
+        if x.sinks is not None:
+            sinks = x.sinks.to(_wide(query))[None, :, None].expand(query.shape[0], heads, rows)
+            sinks = sinks.unflatten(1, (kv_heads, -1)).flatten(2, 3) if fold else sinks
+        out, lse = _fused(query, key, value, mask, sinks, causal, x.scale)
+    else:
+        grouped = key.shape[1] != query.shape[1]
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, x.dropout_p, causal, scale=x.scale, enable_gqa=grouped
+        )
+    if fold:
+        out = out.unflatten(2, (-1, rows)).flatten(1, 2)
+        lse = lse.unflatten(2, (-1, rows)).flatten(1, 2) if lse is not None else None
+    return out[..., :v_dim], lse if x.lse != "no" else None
+
+
+def _differentiates_fused(x: Inputs, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch would take its fused CPU kernel, whose own backward cannot be differentiated again.
+
+    Compilers see torch's own node: they do not differentiate twice, and know how to fuse around it.
+    """
+    return (
+        x.needs_grad
+        and not torch.compiler.is_compiling()
+        and x.query.device.type == "cpu"
+        and x.dropout_p == 0
+        and (mask is None or not mask.requires_grad)
+        and 0 not in query.shape
+        and 0 not in key.shape
+    )
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Float[Tensor, "B H T"] | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    if 0 in query.shape or 0 in key.shape:  # the kernel divides by the sizes
+        lse = torch.full(query.shape[:-1], -torch.inf, dtype=_wide(query), device=query.device)
+        nothing = query * 0 + (key.sum(-2, keepdim=True) * 0).repeat_interleave(
+            query.shape[1] // max(1, key.shape[1]), 1
+        )
+        return nothing, lse if sinks is None else sinks
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
+    return _Fused.apply(query, key, value, sinks, mask, causal, scale)
+
+
+class _Fused(torch.autograd.Function):
+    """torch's fused CPU kernel with a log-sum-exp that is right, sinks, and a backward that can be differentiated.
+
+    A sink is one more logit of a key without a value. With the log-sum-exp including it and the output scaled, the
+    kernel's own backward gives the right gradients: its probabilities are exp(score - lse).
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, mask, causal, scale):  # type: ignore[no-untyped-def]
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = op(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+        if mask is not None:  # the kernel reports 0 for a row that sees nothing
+            lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))
+            share = torch.where(total == -torch.inf, 0, (lse - total).exp())
+            out, lse = (out * share[..., None]).to(out.dtype), total
+        ctx.save_for_backward(query, key, value, sinks, mask, out, lse)
+        ctx.causal, ctx.scale = causal, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+        query, key, value, sinks, mask, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
+            wanted = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
+            again = _plain(query, key, value, sinks, mask, ctx.causal, ctx.scale)
+            found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True, allow_unused=True))
+            grads = [next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)]
+            return *grads, None, None, None
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        # a finite stand-in for the rows that see nothing: their probabilities are exp(-inf - 0) = 0
+        finite = lse.masked_fill(lse == -torch.inf, 0)
+        # a broadcast gradient (that of a sum) has strides of 0, which the kernel would read as they are
+        d_query, d_key, d_value = op(
+            grad.contiguous(), query, key, value, out, finite, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = -(sinks - finite).exp() * (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        return d_query, d_key, d_value, d_sinks, None, None, None
+
+
+def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-untyped-def]
+    """The same by torch's formula in matmuls, which can be differentiated to any order."""
+    rows, slots = query.shape[-2], key.shape[-2]
+    wide = _wide(query)
+    if causal:
+        seen = torch.ones(rows, slots, dtype=torch.bool, device=query.device).tril()
+        mask = torch.zeros(rows, slots, dtype=wide, device=query.device).masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # one more key and value of zeros, whose score is the sink
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+        mask = torch.zeros((), dtype=wide, device=query.device) if mask is None else mask
+        mask = torch.cat([mask.expand(*query.shape[:3], slots), sinks[..., None].to(wide)], -1)
+    grouped = key.shape[1] != query.shape[1]
+    op = torch.ops.aten._scaled_dot_product_attention_math
+    return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
+
+
+def _is_causal(spans) -> bool:  # type: ignore[no-untyped-def]
+    """Whether row t sees exactly the slots up to t, which is what SDPA's ``is_causal`` means."""
+    no_left = spans.left is None or spans.left + spans.rows - 1 <= 0
+    no_last = spans.last is None or spans.last >= spans.slots
+    return spans.right == 1 and spans.first <= 0 and no_last and no_left
+
+
+def _per_kv_head(seen: Bool[Tensor, "#B #H S"], kv_heads: int) -> Bool[Tensor, "#B #K S"]:
+    return seen if seen.shape[1] == 1 else seen.unflatten(1, (kv_heads, -1)).any(2)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

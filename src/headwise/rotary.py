@@ -1,0 +1,67 @@
+"""Rotary position embedding: queries and keys turned by angles that grow with their position.
+
+A score then depends on the distance between query and key alone. Two layouts exist of which dimensions form a pair:
+half-split (i with i + D/2; the default, as in most checkpoints on the Hugging Face hub) and interleaved (2i with
+2i + 1, as in the paper). They are related by a permutation of the dimensions of the projections.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+
+
+def default_frequencies(head_dim: int, base: float) -> Float[Tensor, " F"]:
+    """Angle per position of each pair: base^(-2i/head_dim), in float32."""
+    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+class RotaryEmbedding(nn.Module):
+    """Turn each pair of dimensions of a query or key by position · frequency.
+
+    Args:
+        head_dim: Dimensions of a head, even and at least 2.
+        base: The slowest pair turns about 1/base radians per token.
+        interleaved: Whether neighbours form a pair (2i, 2i + 1) rather than (i, i + head_dim/2).
+
+    Raises:
+        ShapeError: When ``head_dim`` is odd or below 2, ``base`` is not above 0, or the last dimension of the input
+            differs from ``head_dim``.
+
+    Example:
+        >>> rotary = RotaryEmbedding(2)
+        >>> rotary(torch.tensor([[[[1.0, 0.0], [1.0, 0.0]]]]), torch.tensor([[0, 1]]))
+        tensor([[[[1.0000, 0.0000],
+                  [0.5403, 0.8415]]]])
+
+    Reference: Su et al., RoFormer, 2021. https://arxiv.org/abs/2104.09864
+    """
+
+    def __init__(self, head_dim: int, *, base: float = 10_000.0, interleaved: bool = False) -> None:
+        super().__init__()
+        if head_dim < 2 or head_dim % 2:
+            raise ShapeError(f"Rotary embeddings turn pairs of dimensions, and {head_dim} is not even and above 0.")
+        if base <= 0:
+            raise ShapeError(f"A rotary base of {base} gives no angles; give a number above 0, such as 10000.")
+        self.head_dim = head_dim
+        self.base = base
+        self.interleaved = interleaved
+
+    def forward(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T D"]:
+        """Rotate ``x`` as tokens that stand at ``position``."""
+        if x.shape[-1] != self.head_dim:
+            raise ShapeError(f"A rotary embedding for heads of {self.head_dim} was given heads of {x.shape[-1]}.")
+        # float32 whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
+        # elementwise product, since autocast would turn a matmul into half precision.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        frequencies = default_frequencies(self.head_dim, self.base).to(x.device)
+        angle = position[:, None, :, None].to(wide) * frequencies.to(wide)
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else x.to(wide).chunk(2, -1)
+        turned = (a * cos - b * sin, a * sin + b * cos)
+        y = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, base={self.base:g}" + (", interleaved" if self.interleaved else "")

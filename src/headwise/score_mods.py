@@ -1,0 +1,222 @@
+"""Score modifications: what is done to a score between the scaled dot product and the mask.
+
+They are applied in the order given, over *positions* (see ``Positions``). A new one is a module with ``forward``;
+``lowered`` says what it amounts to, so that a fused backend can do it without calling Python for each score.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError
+from headwise.masks import broadcast_to_call
+
+Scores = Float[Tensor, "#B #H #T #S"]
+Places = Int[Tensor, "#B #H #T #S"]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """What a score modification amounts to, for a backend that knows the kind.
+
+    ``softcap``: cap · tanh(score / cap), ``values`` holds the cap. ``slopes``: score - slope · distance, ``values``
+    holds a slope per head. ``tile``: score + values, aligned to the last query and key of the call.
+    """
+
+    kind: Literal["softcap", "slopes", "tile"]
+    values: Any
+
+
+class ScoreMod(nn.Module):
+    """A modification of the scores; subclass it and write ``forward``.
+
+    Attributes:
+        over: What ``q`` and ``k`` of ``forward`` are: "positions", or "slots" for rows and columns of the call.
+    """
+
+    over: Literal["positions", "slots"] = "positions"
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        """The new score of query ``q`` and key ``k`` in row ``b`` of the batch and head ``h``."""
+        raise NotImplementedError(f"{type(self).__name__} needs a forward(score, b, h, q, k).")
+
+    def lowered(self) -> Lowered | None:
+        """What it amounts to, or None when only ``forward`` can say."""
+        return None
+
+    def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
+        """Check the sizes against a call; raise ShapeError when they do not fit."""
+
+
+class Softcap(ScoreMod):
+    """Keep scores between -cap and cap: cap · tanh(score / cap).
+
+    Args:
+        cap: The bound, above 0, in units of the scaled score.
+
+    Raises:
+        ShapeError: When the cap is not a positive number.
+
+    Example:
+        >>> Softcap(2.0)(torch.tensor([[[[0.0, 1.0, 100.0]]]]), *([torch.zeros(1, 1, 1, 1).long()] * 4))
+        tensor([[[[0.0000, 0.9242, 2.0000]]]])
+
+    Reference: Gemma Team, Gemma 2, 2024, section 2. https://arxiv.org/abs/2408.00118
+    """
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        if not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
+            raise ShapeError(f"A softcap of {cap!r} bounds nothing; give a number above 0.")
+        self.cap = float(cap)
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        return self.cap * torch.tanh(score / self.cap)
+
+    def lowered(self) -> Lowered:
+        return Lowered("softcap", self.cap)
+
+    def extra_repr(self) -> str:
+        return f"{self.cap:g}"
+
+
+class ALiBi(ScoreMod):
+    """Take slope · distance off each score, with a slope of its own for each head.
+
+    Nearer keys get more weight, on either side of the query.
+
+    Args:
+        num_heads: Number of query heads. The slopes are powers of 2^(-8/num_heads); where num_heads is no power of
+            two, those of the next lower one, followed by every second slope of twice that.
+        slopes: One slope per head, instead of those.
+
+    Raises:
+        ShapeError: When ``num_heads`` is below 1, or the number of slopes differs from it.
+
+    Example:
+        >>> ALiBi(8).slopes
+        tensor([0.5000, 0.2500, 0.1250, 0.0625, 0.0312, 0.0156, 0.0078, 0.0039])
+
+    Reference: Press et al., Train Short, Test Long, 2021. https://arxiv.org/abs/2108.12409
+    """
+
+    slopes: Tensor
+
+    def __init__(self, num_heads: int, slopes: Float[Tensor, " H"] | None = None) -> None:
+        super().__init__()
+        if num_heads < 1:
+            raise ShapeError(f"{num_heads} heads have no slopes; give at least 1.")
+        if slopes is None:
+            slopes = torch.tensor(_alibi_slopes(num_heads))
+        if slopes.shape != (num_heads,):
+            raise ShapeError(f"ALiBi for {num_heads} heads needs as many slopes, not shape {tuple(slopes.shape)}.")
+        self.num_heads = num_heads
+        # not in the state dict: it follows from the number of heads
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        return score - self.slopes.to(score.dtype)[h] * (q - k).abs().to(score.dtype)
+
+    def lowered(self) -> Lowered:
+        return Lowered("slopes", self.slopes)
+
+    def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
+        if self.num_heads != heads:
+            raise ShapeError(f"The call has {heads} heads, but ALiBi is for {self.num_heads}; build it for the call.")
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}"
+
+
+class Bias(ScoreMod):
+    """Add a tensor to the scores. Its last row and column are the last query and key of the call.
+
+    A Parameter is registered and trains; a plain tensor is held as it is. An entry of -inf hides its key as a mask
+    does.
+
+    Args:
+        values: (queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys).
+
+    Raises:
+        ShapeError: When the tensor is not floating point or has three dimensions; in a call, if a size neither
+            equals the call's nor is 1.
+
+    Example:
+        >>> query = key = value = torch.eye(2)[None, None]
+        >>> print(headwise.attention_weights(query, key, value, score_mods=[Bias(torch.tensor([[0.0, -torch.inf]]))]))
+        tensor([[[[1., 0.],
+                  [1., 0.]]]])
+
+    Reference: Raffel et al., T5, 2019, section 2.1 (a learned one). https://arxiv.org/abs/1910.10683
+    """
+
+    over = "slots"
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        if not isinstance(values, Tensor) or not values.is_floating_point():
+            kind = f"a {values.dtype} tensor" if isinstance(values, Tensor) else type(values).__name__
+            raise ShapeError(f"A bias is {kind}; give floating point numbers, or a mask if it is to hide keys.")
+        if values.dim() not in (2, 4):
+            raise ShapeError(
+                f"A bias with {values.dim()} dimensions is ambiguous: its first could be the batch or the heads. Give "
+                "(queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
+            )
+        self.values = values
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        values = self.values.to(score.dtype)
+        if values.shape[-2] > 1:
+            values = values.index_select(-2, q.flatten())
+        if values.shape[-1] > 1:
+            values = values.index_select(-1, k.flatten())
+        return score + values
+
+    def lowered(self) -> Lowered:
+        return Lowered("tile", self.values)
+
+    def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
+        broadcast_to_call(self.values.shape, batch, heads, rows, slots, "bias")
+
+    def extra_repr(self) -> str:
+        return " x ".join(map(str, self.values.shape))
+
+
+class CustomScore(ScoreMod):
+    """A modification by a function of yours.
+
+    Args:
+        function: Takes the score and the int64 tensors ``b, h, q, k`` (batch row, head, query position, key
+            position), which broadcast against it, and returns the new score. Differentiable if it is to train.
+
+    Raises:
+        ShapeError: When it is not callable.
+
+    Example:
+        >>> double = CustomScore(lambda score, b, h, q, k: 2 * score)
+        >>> double(torch.ones(1, 1, 1, 1), *([torch.zeros(1, 1, 1, 1).long()] * 4))
+        tensor([[[[2.]]]])
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        if not callable(function):
+            raise ShapeError(
+                f"A custom score takes a function of (score, b, h, q, k), not {type(function).__name__}."
+            )
+        self.function = function
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        return self.function(score, b, h, q, k)
+
+
+def _alibi_slopes(num_heads: int) -> list[float]:
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-4.0 * (i + 1) / power) for i in range(2 * power)]
+    return slopes + between[0::2][: num_heads - power]

@@ -1,0 +1,154 @@
+"""Spans: the keys that each query row may see, as runs.
+
+Nearly every mask in use lets a query see a few contiguous runs of keys. While one affine run says it all (full,
+causal, window and their intersections) a ``Spans`` is six numbers; otherwise it is a tensor of (start, stop) pairs,
+O(T) where a dense mask is O(T·S). The idea of intervals instead of a dense mask is that of FlashMask
+(Wang et al., 2024, https://arxiv.org/abs/2410.01359), here per row rather than per column.
+
+Rows count the queries of a call from 0, slots its keys from 0. A slot is an index less the index of the first key.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int, Int32
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Key runs per query row.
+
+    Without ``runs``, row t sees the slots ``max(first, t + left) <= s < min(last, t + right)``; a ``left`` or
+    ``right`` of None sets no bound. With ``runs`` those say it, and the four numbers are unused.
+
+    Args:
+        rows: Number of queries T.
+        slots: Number of keys S.
+        first: No row sees a slot before this one.
+        last: No row sees this slot or a later one; None means ``slots``.
+        left: Lower bound that moves with the row.
+        right: Upper bound, exclusive, that moves with the row.
+        runs: Start and stop of each run, ascending and disjoint in the R dimension, empty ones last.
+    """
+
+    rows: int
+    slots: int
+    first: int = 0
+    last: int | None = None
+    left: int | None = None
+    right: int | None = None
+    runs: Int32[Tensor, "#B #H T R 2"] | None = None
+
+    @property
+    def is_numbers(self) -> bool:
+        """Whether the spans are numbers, so that reading them needs no tensor."""
+        return self.runs is None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every row is known to see every slot, without looking into a tensor."""
+        return (
+            self.is_numbers
+            and self.first <= 0
+            and (self.last is None or self.last >= self.slots)
+            and (self.left is None or self.left + self.rows - 1 <= 0)
+            and (self.right is None or self.right >= self.slots)
+        )
+
+    def reach(self) -> tuple[int, int]:
+        """First slot that any row may see, and the one after the last. Numbers only; (0, 0) when there is none."""
+        start = max(0, self.first, 0 if self.left is None else self.left)
+        stop = self.slots if self.last is None else min(self.slots, self.last)
+        if self.right is not None:
+            stop = min(stop, self.rows - 1 + self.right)
+        never = self.left is not None and self.right is not None and self.right <= self.left
+        return (0, 0) if never or stop <= start or self.rows == 0 else (start, stop)
+
+    def tensor(self, device: torch.device | str = "cpu") -> Int32[Tensor, "#B #H T R 2"]:
+        """The runs as a tensor, clamped to the slots; an empty run has start == stop."""
+        if self.runs is not None:
+            return self.runs.to(device)
+        row = torch.arange(self.rows, dtype=torch.int32, device=device)
+        start = torch.full_like(row, self.first) if self.left is None else (row + self.left).clamp(min=self.first)
+        last = self.slots if self.last is None else self.last
+        stop = torch.full_like(row, last) if self.right is None else (row + self.right).clamp(max=last)
+        return make_runs(start[None, None, :, None], stop[None, None, :, None], self.slots)
+
+    def work(self) -> Int[Tensor, "#B #H"]:
+        """Number of (query, key) pairs that may attend: the useful work of the call."""
+        runs = self.tensor("cpu" if self.runs is None else self.runs.device).long()
+        return (runs[..., 1] - runs[..., 0]).sum((-1, -2))
+
+    def __and__(self, other: "Spans") -> "Spans":
+        if self.is_numbers and other.is_numbers:
+            return Spans(
+                self.rows,
+                self.slots,
+                first=max(self.first, other.first),
+                last=_tighter(min, self.last, other.last),
+                left=_tighter(max, self.left, other.left),
+                right=_tighter(min, self.right, other.right),
+            )
+        a, b = _together(self, other)
+        # every pair of runs meets in one run, possibly empty; at most R1 + R2 - 1 of the meetings are not
+        start = torch.maximum(a[..., :, None, 0], b[..., None, :, 0]).flatten(-2)
+        stop = torch.minimum(a[..., :, None, 1], b[..., None, :, 1]).flatten(-2)
+        runs = make_runs(start, stop, self.slots)
+        return Spans(self.rows, self.slots, runs=runs[..., : a.shape[-2] + b.shape[-2] - 1, :])
+
+    def __invert__(self) -> "Spans":
+        runs = self.tensor("cpu" if self.runs is None else self.runs.device)
+        # empty runs sit at the end as (S, S), so the gaps between neighbours are the complement
+        edge = torch.zeros_like(runs[..., :1, 0])
+        start = torch.cat([edge, runs[..., 1]], -1)
+        stop = torch.cat([runs[..., 0], edge + self.slots], -1)
+        return Spans(self.rows, self.slots, runs=make_runs(start, stop, self.slots))
+
+    def __or__(self, other: "Spans") -> "Spans":
+        a, b = _together(self, other)
+        runs = make_runs(torch.cat([a[..., 0], b[..., 0]], -1), torch.cat([a[..., 1], b[..., 1]], -1), self.slots)
+        start, reached = runs[..., 0], runs[..., 1].cummax(-1).values
+        # a run that starts beyond all that came before opens a group; the last of a group knows how far it reached
+        opens = torch.ones_like(start, dtype=torch.bool)
+        opens[..., 1:] = start[..., 1:] > reached[..., :-1]
+        closes = torch.ones_like(opens)
+        closes[..., :-1] = opens[..., 1:]
+        group_start = torch.where(opens, start, -1).cummax(-1).values
+        return Spans(
+            self.rows, self.slots, runs=make_runs(group_start, torch.where(closes, reached, 0), self.slots)
+        )
+
+
+def make_runs(
+    start: Int[Tensor, "*#batch R"], stop: Int[Tensor, "*#batch R"], slots: int
+) -> Int32[Tensor, "*batch R 2"]:
+    """Clamp runs to the slots, make empty ones (slots, slots), and sort them by start."""
+    start, stop = torch.broadcast_tensors(start.clamp(0, slots), stop.clamp(0, slots))
+    empty = stop <= start
+    start, order = torch.where(empty, slots, start).sort(dim=-1, stable=True)
+    stop = torch.where(empty, slots, stop).gather(-1, order)
+    return torch.stack([start, stop], -1).int()
+
+
+def stack_heads(spans: list[Spans]) -> Spans:
+    """Spans of several heads as one, each run list padded with empty runs to the longest."""
+    device = next((s.runs.device for s in spans if s.runs is not None), torch.device("cpu"))
+    tensors = [s.tensor(device) for s in spans]
+    batch, longest = max(t.shape[0] for t in tensors), max(t.shape[-2] for t in tensors)
+    rows, slots = spans[0].rows, spans[0].slots
+    runs = torch.full((batch, len(spans), rows, longest, 2), slots, dtype=torch.int32, device=device)
+    for head, tensor in enumerate(tensors):
+        runs[:, head, :, : tensor.shape[-2]] = tensor[:, 0]
+    return Spans(rows, slots, runs=runs)
+
+
+def _tighter(pick, a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else pick(a, b)
+
+
+def _together(a: Spans, b: Spans) -> tuple[Tensor, Tensor]:
+    device = a.runs.device if a.runs is not None else b.runs.device if b.runs is not None else "cpu"
+    a_runs, b_runs = a.tensor(device), b.tensor(device)
+    lead = torch.broadcast_shapes(a_runs.shape[:3], b_runs.shape[:3])
+    return a_runs.expand(*lead, *a_runs.shape[3:]), b_runs.expand(*lead, *b_runs.shape[3:])
