@@ -2,8 +2,8 @@
 """Set-up and daily commands: one file that needs nothing but Python.
 
 Every command first makes sure that ``.venv`` in this checkout holds what it needs, at the versions of
-``constraints.txt``; when it does, which is known from a stamp file, that costs a few milliseconds. ``make look``,
-``make test`` and so on call this file, so both forms do the same.
+``constraints.txt``; when it does, which is known from a stamp file, that costs a few milliseconds.
+``make look``, ``make test`` and so on call this file, so both forms do the same.
 
 The syntax is that of Python 3.7 on purpose: an older Python has to get as far as finding a newer one.
 """
@@ -35,7 +35,7 @@ ALL = [*TEST, "docs", "check"]
 # command: what it does, and the extras of pyproject.toml that it needs
 COMMANDS = {
     "setup": ("install everything into .venv", ALL),
-    "look": ("show the heads of a trained model on TEXT (an environment variable), in colour and in heads.png", LOOK),
+    "look": ("show what the heads of a trained model do with TEXT (an environment variable)", LOOK),
     "test": ("run the tests; pytest's own arguments follow after --", TEST),
     "test-all": ("run every test, the slow ones and those for a GPU too", TEST),
     "check": ("formatting, lint, types, and the documentation with warnings as errors", ALL),
@@ -43,18 +43,19 @@ COMMANDS = {
     "clean": ("remove .venv, build and caches", []),
 }
 
-# MB to download and on disk, measured on Linux x86-64 (Python 3.11); each counts what the ones above it lack.
+# MB to download and on disk, measured on Linux x86-64 with Python 3.11; each counts what those above it lack.
 SIZES = {
-    "torch": (205, 790),
-    "cli": (3, 10),
-    "plot": (45, 190),
-    "transformers": (30, 120),
+    "torch": (205, 870),
+    "cli": (5, 25),
+    "plot": (42, 170),
+    "transformers": (25, 160),
     "bench": (0, 0),
-    "test": (40, 190),
-    "docs": (20, 100),
-    "check": (30, 100),
+    "test": (40, 160),
+    "docs": (20, 70),
+    "check": (28, 90),
 }
-CUDA_DOWNLOAD = 2750  # what torch 2.13.0 for Linux adds up to on the default index, with the libraries of CUDA 13
+# torch 2.13.0 as the default index has it for Linux, with the libraries of CUDA 13
+CUDA_DOWNLOAD = 2750
 
 
 class Problem(Exception):
@@ -65,12 +66,13 @@ def say(text):
     print(text, flush=True)  # before what a child process writes
 
 
-# --- finding a Python ------------------------------------------------------------------------------------------------
+# --- finding a Python
 
 # Runs in any Python, however old.
 PROBE = """
 import json, sys
-found = {"path": sys.executable, "version": list(sys.version_info[:3]), "venv": True, "pip": True, "torch": None}
+found = {"path": sys.executable, "version": list(sys.version_info[:3])}
+found.update(venv=True, pip=True, torch=None)
 try:
     import ensurepip, venv
 except ImportError:
@@ -88,10 +90,11 @@ print(json.dumps(found))
 
 
 def probe(python, environ=None):
-    """Describe the Python of that command, or None where it does not run (a shim of pyenv may exist and not work)."""
+    """Describe the Python of that command; None where it does not run, like a shim without its Python."""
     try:
         done = subprocess.run(
             [str(python), "-c", PROBE],
+            check=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environ,
@@ -135,17 +138,18 @@ def find_python(reuse_torch, environ):
             return found
         line = "  {} (Python {}): {}.".format(command, ".".join(map(str, found["version"])), reason)
         reasons += [] if line in reasons else [line]
-    raise Problem("\n".join(["No Python here can be used.", *reasons, "Put one that can on PATH and run this again."]))
+    last = "Put one that can on PATH and run this again."
+    raise Problem("\n".join(["No Python here can be used.", *reasons, last]))
 
 
-# --- the environment of child processes ------------------------------------------------------------------------------
+# --- the environment of child processes
 
 
 def usable_home(environ):
     """A home folder that can be written to: pip, matplotlib and transformers keep caches there."""
     home = environ.get("HOME")
     if not home:
-        with contextlib.suppress(ImportError, KeyError):  # Windows; a user id without a name, as in containers
+        with contextlib.suppress(KeyError):  # a user id without a name, as in containers
             import pwd
 
             home = pwd.getpwuid(os.getuid()).pw_dir
@@ -157,7 +161,8 @@ def usable_home(environ):
 
 def child_environment(environ):
     """The environment as it is, without what make and other Pythons left in it; pip's variables stay."""
-    child = {k: v for k, v in environ.items() if k not in {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONHOME", "TEXT"}}
+    strangers = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "PYTHONHOME", "TEXT"}
+    child = {name: value for name, value in environ.items() if name not in strangers}
     if os.name != "nt":
         child["HOME"] = usable_home(environ)
     return child
@@ -172,7 +177,7 @@ def look_environment(environ):
     return child
 
 
-# --- the set-up ------------------------------------------------------------------------------------------------------
+# --- the set-up
 
 
 def read_stamp():
@@ -194,15 +199,15 @@ def fingerprint(root):
     python = ""
     with contextlib.suppress(OSError):
         python = re.sub(r"(?m)^(?!version).*\n?", "", (root / ".venv" / "pyvenv.cfg").read_text())
-    parts = [(root / "pyproject.toml").read_bytes(), (root / "constraints.txt").read_bytes(), str(root).encode()]
-    return hashlib.sha256(b"\0".join([*parts, python.encode()])).hexdigest()
+    parts = [(root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256(b"\0".join([*parts, str(root).encode(), python.encode()])).hexdigest()
 
 
 def ready(stamp, extras, now):
     """Whether an environment with this stamp has the extras as the files want them now."""
-    return bool(
-        stamp.get("finished") and stamp.get("fingerprint") == now and set(extras) <= set(stamp.get("extras", []))
-    )
+    if not stamp.get("finished") or stamp.get("fingerprint") != now:
+        return False
+    return set(extras) <= set(stamp.get("extras", []))
 
 
 def pins_for(constraints, torch):
@@ -210,47 +215,51 @@ def pins_for(constraints, torch):
     return re.sub(r"(?m)^torch==.*$", f"torch=={torch}", constraints)
 
 
-def has_cpu_torch(pip_config):
-    """Whether `pip config list` leads pip to builds of torch without CUDA: wheels on disk, or an index named cpu."""
+def has_cpu_torch(pip_config, minor):
+    """Whether `pip config list` names builds of torch without CUDA: wheels on disk, or a CPU index."""
     for key, value in re.findall(r"(?m)^(\S+)=(['\"].*['\"])$", pip_config):
         if key.rpartition(".")[2] in {"find-links", "index-url", "extra-index-url"}:
             for place in value.strip("'\"").replace("\\n", " ").split():
-                place = place[len("file://") :] if place.startswith("file://") else place
-                if "cpu" in place or (os.path.isdir(place) and list(Path(place).glob("torch-*cpu*.whl"))):
+                # on disk only a wheel for this Python counts: pip passes over the others
+                folder = Path(place[len("file://") :] if place.startswith("file://") else place)
+                wheels = list(folder.glob(f"torch-*cpu-cp3{minor}-*.whl")) if folder.is_dir() else []
+                if wheels or re.search(r"^https?://.*\bcpu\b", place):
                     return True
     return False
 
 
 def size_note(missing, cuda):
     """Roughly what is going to be downloaded, and what it takes on disk."""
-    download, disk = (sum(column) for column in zip(*(SIZES[part] for part in missing)))
+    download, disk = (sum(SIZES[part][column] for part in missing) for column in (0, 1))
     if "torch" in missing and cuda:
+        gigabytes = (download - SIZES["torch"][0] + CUDA_DOWNLOAD) / 1000
         return (
-            f"To download: about {(download + CUDA_DOWNLOAD) / 1000:.1f} GB, since pip's torch for Linux brings CUDA; "
-            "more than twice that on disk.\nWithout an NVIDIA GPU, stop here and either point pip at CPU builds of "
-            "torch (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS\nfor wheels on disk), or keep an installed one with "
-            "HEADWISE_REUSE_TORCH=1."
+            f"To download: about {gigabytes:.1f} GB, more on disk, for pip's torch on Linux brings CUDA.\n"
+            "Without an NVIDIA GPU, stop here and point pip at CPU builds of torch (PIP_EXTRA_INDEX_URL,\n"
+            "or PIP_FIND_LINKS for wheels on disk), or keep an installed torch with HEADWISE_REUSE_TORCH=1."
         )
-    return f"To download: about {download} MB. On disk: about {disk} MB." + (
-        " (Most of it is torch.)" if "torch" in missing else ""
-    )
+    most = " Most of it is torch." if "torch" in missing else ""
+    return f"To download: about {download} MB; on disk: about {disk} MB.{most}"
 
 
-# pip's log: what it says, what that means; the first that fits counts, because a lost network also ends in "No matching".
+# What a log of pip says and what that means. The first that fits counts: no network ends in the others.
 PIP_FAILURES = [
-    (r"No space left on device", "The disk is full. Make room and run this again."),
-    (r"Permission denied|Read-only file system", "Something could not be written; see the path above."),
+    (r"\[Errno 28\]|No space left", "The disk is full. Make room and run this again."),
+    (r"\[Errno (?:13|30)\]", "pip could not write; the path is above."),
     (
-        r"NewConnectionError|NameResolutionError|name resolution|ConnectTimeout|ReadTimeout|ProxyError|SSLError|"
+        r"connection error|NameResolutionError|name resolution|TimeoutError|Timeout\b|ProxyError|SSLError|"
         r"CERTIFICATE_VERIFY_FAILED|Connection (?:refused|reset)",
-        "pip could not reach its package index. Check the network or pip's settings (PIP_INDEX_URL, PIP_PROXY, PIP_CERT,"
-        " or PIP_FIND_LINKS for wheels on disk) and run this again.",
+        "pip could not reach its package index. Check the network and pip's settings (PIP_INDEX_URL, "
+        "PIP_PROXY, PIP_CERT, or PIP_FIND_LINKS for wheels on disk), and run this again.",
+    ),
+    (
+        r"ResolutionImpossible",
+        "constraints.txt contradicts other constraints (PIP_CONSTRAINT or pip's files).",
     ),
     (
         r"No matching distribution found for (\S+)",
-        "pip's index has no {} for this Python and system. Look whether PIP_INDEX_URL or PIP_NO_INDEX hides it.",
+        "pip finds no {} for this Python and system. Check PIP_INDEX_URL, PIP_NO_INDEX and PIP_FIND_LINKS.",
     ),
-    (r"ResolutionImpossible", "The pins of constraints.txt contradict another constraint of pip (PIP_CONSTRAINT, pip.conf)."),
 ]
 
 
@@ -265,7 +274,7 @@ def advice(log):
 
 @contextlib.contextmanager
 def one_at_a_time():
-    """Hold the only set-up of this checkout; yields the file descriptors that child processes have to hold too."""
+    """Hold the only set-up of this checkout; yields the file descriptors that pip has to hold too."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -285,9 +294,10 @@ def one_at_a_time():
 def prepare_venv(stamp, reuse_torch, environ):
     """Leave a .venv with a working Python and pip; returns its stamp (unfinished) and its probed Python."""
     if stamp.get("created"):
-        broken = probe(VENV_PYTHON, environ) is None
-        if broken or not stamp.get("finished"):
-            say("The Python of .venv is gone" if broken else "The last set-up was interrupted" + "; starting .venv over.")
+        whole = stamp.get("finished")
+        if not whole or probe(VENV_PYTHON, environ) is None:
+            why = "The Python of .venv is gone" if whole else "The last set-up did not finish"
+            say(f"{why}: starting .venv over.")
             shutil.rmtree(str(VENV))
             stamp = {}
     if not os.path.lexists(str(VENV)):
@@ -312,7 +322,8 @@ def prepare_venv(stamp, reuse_torch, environ):
         stamp = {"created": False, "reuse_torch": reuse_torch}
     if stamp["reuse_torch"]:
         if not found["torch"] or numbers(found["torch"]) < LEAST_TORCH:
-            raise Problem("{} has {} torch, and reusing asks for 2.11 or newer.".format(VENV, found["torch"] or "no"))
+            torch = found["torch"] or "none"
+            raise Problem(f"To reuse a torch, it must be 2.11 or newer; the one in {VENV} is {torch}.")
         say("Keeping torch {} ({}).".format(found["torch"], found["torch_folder"]))
     if not found["pip"] and subprocess.call([str(VENV_PYTHON), "-m", "ensurepip"], env=environ):
         raise Problem(f"{VENV} has no pip. Delete that folder and run this again.")
@@ -331,17 +342,23 @@ def ensure(extras, reuse_torch, environ):
         stamp, found = prepare_venv(before, reuse_torch, environ)
         had = before.get("extras", []) if before.get("finished") and stamp.get("finished") else []
         extras = [extra for extra in ALL if extra in extras or extra in had]
-        missing = [part for part in ["torch", *extras] if part not in had and not (part == "torch" and found["torch"])]
+        missing = [extra for extra in extras if extra not in had]
+        missing = missing if found["torch"] else ["torch", *missing]
         pip = [str(VENV_PYTHON), "-m", "pip"]
         if missing:
-            config = subprocess.run([*pip, "config", "list"], stdout=subprocess.PIPE, env=environ).stdout.decode()
-            say(size_note(missing, cuda=sys.platform == "linux" and not has_cpu_torch(config)))
+            config = [*pip, "config", "list"]
+            config = subprocess.run(config, check=False, stdout=subprocess.PIPE, env=environ).stdout.decode()
+            cuda = sys.platform == "linux" and not has_cpu_torch(config, found["version"][1])
+            say(size_note(missing, cuda))
 
         constraints = "constraints.txt"
         if stamp["reuse_torch"]:
             constraints = str(VENV / "constraints.txt")
             Path(constraints).write_text(pins_for((ROOT / "constraints.txt").read_text(), found["torch"]))
         quiet = [] if sys.stdout.isatty() else ["--quiet", "--progress-bar", "off"]
+        if not environ.get("PYTHONDONTWRITEBYTECODE"):
+            # saves half a minute: Python compiles what it imports, which is little of what is installed
+            quiet.append("--no-compile")
         options = ["--no-input", "--disable-pip-version-check", "--log", str(PIP_LOG), *quiet]
         write_stamp(dict(stamp, finished=False))
         if PIP_LOG.exists():
@@ -356,16 +373,18 @@ def ensure(extras, reuse_torch, environ):
             if status > 0:  # pip gave up by itself, so what was installed before is still whole
                 write_stamp(stamp)
             log = PIP_LOG.read_text(errors="replace") if PIP_LOG.exists() else ""
-            raise Problem(f"Installing failed (pip's status {status}). {advice(log)}\nThe whole log: {PIP_LOG}")
+            raise Problem(
+                f"Installing failed (pip's status is {status}). {advice(log)}\nAll it said: {PIP_LOG}"
+            )
         write_stamp(dict(stamp, finished=True, extras=extras, fingerprint=fingerprint(ROOT)))
         say("Set up.")
 
 
-# --- the commands ----------------------------------------------------------------------------------------------------
+# --- the commands
 
 
 def run(module, *arguments, **options):
-    """Run a module of .venv; never its script, whose first line cannot hold a long path or one with a space."""
+    """Run a module of .venv; its script would name Python in a first line, where no space is allowed."""
     return subprocess.call([str(VENV_PYTHON), "-m", module, *arguments], **options)
 
 
@@ -377,24 +396,34 @@ def pytest_calls(everything, extra):
 
 
 def worst(hooked, plain, chosen):
-    """One status of two; 5 (no test collected) passes in the second call, or in one of two for chosen tests."""
-    if chosen and hooked == 5 and plain != 5:
-        hooked = 0
-    return max(hooked, 0 if plain == 5 and hooked != 5 else plain, key=abs)
+    """One status of two. No test collected (5) is fine in the second call, or in either for chosen tests."""
+    if chosen and hooked == 5:
+        hooked = 0 if plain != 5 else 5
+    return hooked or (0 if plain == 5 else plain)
 
 
 def test(everything, extra, environ):
-    return worst(
-        *(run("pytest", *call, cwd=str(ROOT), env=environ) for call in pytest_calls(everything, extra)),
-        chosen=bool(extra),
-    )
+    statuses = [run("pytest", *call, cwd=str(ROOT), env=environ) for call in pytest_calls(everything, extra)]
+    return worst(*statuses, chosen=bool(extra))
 
 
 FORMAT = ["ruff", "format", "--check", "."]
 LINT = ["ruff", "check", "."]
 TYPES = ["mypy"]
 # -E: from scratch, as pages that did not change would keep their warnings to themselves
-DOCS = "sphinx -W --keep-going -q -E -b html -d build/doctrees docs build/docs".split()
+DOCS = [
+    "sphinx",
+    "-W",
+    "--keep-going",
+    "-q",
+    "-E",
+    "-b",
+    "html",
+    "-d",
+    "build/doctrees",
+    "docs",
+    "build/docs",
+]
 
 
 def check(steps, environ):
@@ -440,8 +469,10 @@ def main(arguments):
     ensure(COMMANDS[command][1], options.reuse_torch, environ)
     if command == "look":
         # -P: a folder called headwise or torch where the user stands is not ours
-        look = [str(VENV_PYTHON), "-P", "-m", "headwise", "look", "--model", "minilm", "--png", "heads.png", *extra]
-        return subprocess.call(look, env=look_environment(os.environ))
+        look = ["look", "--model", "minilm", "--png", "heads.png", *extra]
+        return subprocess.call(
+            [str(VENV_PYTHON), "-P", "-m", "headwise", *look], env=look_environment(os.environ)
+        )
     if command in {"test", "test-all"}:
         return test(command == "test-all", extra, environ)
     if command in {"check", "docs"}:

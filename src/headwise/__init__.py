@@ -1,5 +1,7 @@
 """headwise: multi-head attention for PyTorch, with masks as values and heads you can see."""
 
+from headwise import convert as convert
+from headwise import inspection as inspection
 from headwise.attention import MultiHeadAttention as MultiHeadAttention
 from headwise.backends import BACKENDS as BACKENDS
 from headwise.backends.base import Backend as Backend
@@ -10,6 +12,8 @@ from headwise.errors import CacheError as CacheError
 from headwise.errors import ConversionError as ConversionError
 from headwise.errors import ShapeError as ShapeError
 from headwise.errors import UnsupportedError as UnsupportedError
+from headwise.explain import Explanation as Explanation
+from headwise.explain import explain as explain
 from headwise.functional import attention as attention
 from headwise.functional import attention_weights as attention_weights
 from headwise.functional import attention_with_lse as attention_with_lse

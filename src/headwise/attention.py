@@ -10,14 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headwise.backends import Backend, named
-from headwise.backends.base import Inputs
+from headwise.backends.base import Backend, Inputs
 from headwise.caches import KVCache
-from headwise.errors import ShapeError, UnsupportedError
-from headwise.functional import MaskLike, as_mask, check_dropout, check_scale, prepare, run
+from headwise.checks import (
+    MaskLike,
+    as_mask,
+    as_score_mods,
+    check_dropout,
+    check_edit,
+    check_layer,
+    check_positions,
+    check_scale,
+    check_size,
+    check_switches,
+    check_tokens,
+    check_weight_dtype,
+)
+from headwise.errors import ShapeError
+from headwise.functional import prepare, run
 from headwise.masks import Full, Mask
 from headwise.positions import Positions
 from headwise.rotary import RotaryEmbedding
@@ -106,53 +119,42 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_switches(query_bias, key_bias, value_bias, out_bias, sinks, bias is not None and bias)
+        check_weight_dtype(dtype)
         if bias is not None:
             query_bias = key_bias = value_bias = out_bias = bias
-        self.embed_dim = _size(embed_dim, "embed_dim")
-        self.num_heads = _size(num_heads, "num_heads")
-        self.num_kv_heads = self.num_heads if num_kv_heads is None else _size(num_kv_heads, "num_kv_heads")
+        self.embed_dim = check_size(embed_dim, "embed_dim")
+        self.num_heads = check_size(num_heads, "num_heads")
+        self.num_kv_heads = (
+            self.num_heads if num_kv_heads is None else check_size(num_kv_heads, "num_kv_heads")
+        )
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly.")
         if head_dim is None and embed_dim % num_heads:
             raise ShapeError(
                 f"embed_dim {embed_dim} cannot be split evenly over {num_heads} heads; give head_dim= to choose freely."
             )
-        self.head_dim = embed_dim // num_heads if head_dim is None else _size(head_dim, "head_dim")
-        self.v_head_dim = self.head_dim if v_head_dim is None else _size(v_head_dim, "v_head_dim")
-        self.key_dim = embed_dim if key_dim is None else _size(key_dim, "key_dim")
-        self.value_dim = self.key_dim if value_dim is None else _size(value_dim, "value_dim")
-        self.out_dim = embed_dim if out_dim is None else _size(out_dim, "out_dim")
+        self.head_dim = embed_dim // num_heads if head_dim is None else check_size(head_dim, "head_dim")
+        self.v_head_dim = self.head_dim if v_head_dim is None else check_size(v_head_dim, "v_head_dim")
+        self.key_dim = embed_dim if key_dim is None else check_size(key_dim, "key_dim")
+        self.value_dim = self.key_dim if value_dim is None else check_size(value_dim, "value_dim")
+        self.out_dim = embed_dim if out_dim is None else check_size(out_dim, "out_dim")
         self.scale = None if scale is None else check_scale(scale, self.head_dim)
         self.dropout_p = check_dropout(dropout_p)
-        self.max_length = None if max_length is None else _size(max_length, "max_length")
-        self.mask, self.rotary, self.score_mods = mask, rotary, nn.ModuleList(score_mods)
+        self.max_length = None if max_length is None else check_size(max_length, "max_length")
+        self.mask, self.rotary, self.score_mods = mask, rotary, nn.ModuleList(as_score_mods(score_mods))
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.backend = backend
-        self._check_parts()
+        check_layer(self)
 
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(self.embed_dim, self.num_heads * self.head_dim, query_bias, **made)
         self.k_proj = nn.Linear(self.key_dim, self.num_kv_heads * self.head_dim, key_bias, **made)
         self.v_proj = nn.Linear(self.value_dim, self.num_kv_heads * self.v_head_dim, value_bias, **made)
         self.out_proj: nn.Module = nn.Linear(self.num_heads * self.v_head_dim, self.out_dim, out_bias, **made)
-        self.q_norm, self.k_norm = q_norm, k_norm
         self.sinks = nn.Parameter(torch.zeros(self.num_heads, **made)) if sinks else None
         self.observer: Observer | None = None
         self.reset_parameters()
-
-    def _check_parts(self) -> None:
-        named(self.backend)
-        as_mask(self.mask)
-        if isinstance(self.mask, Tensor) or any(True for _ in self.mask.tensors()):
-            raise ShapeError("A layer's own mask holds numbers only; give masks that hold tensors in the call.")
-        self.mask.bind(1, self.num_heads, Positions(1), Positions(1))
-        if self.rotary is not None and self.rotary.head_dim != self.head_dim:
-            raise ShapeError(f"The rotary embedding is for heads of {self.rotary.head_dim}, the layer's are {self.head_dim}.")
-        for mod in self.score_mods:
-            if not isinstance(mod, ScoreMod):
-                raise ShapeError(f"score_mods holds {type(mod).__name__}, which is no ScoreMod; wrap it in CustomScore.")
-            wants = getattr(mod, "num_heads", self.num_heads)
-            if wants != self.num_heads:
-                raise ShapeError(f"{type(mod).__name__} is for {wants} heads, the layer has {self.num_heads}.")
 
     def reset_parameters(self) -> None:
         """Xavier-uniform weights for each projection on its own, biases and sinks zero."""
@@ -200,7 +202,7 @@ class MultiHeadAttention(nn.Module):
             UnsupportedError: When the backend named cannot run the call.
         """
         query, key, value, batched = self._tokens(query, key, value)
-        queries, keys = self._positions(query, key, cache, positions, key_positions)
+        queries, keys = self._positions(query, key, cache, positions, key_positions, lengths)
         q_BHTD = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k_BKSD = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v_BKSV = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
@@ -237,29 +239,24 @@ class MultiHeadAttention(nn.Module):
         # a norm kept in float32 may return wider queries and keys than values under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
         x = prepare(
-            query, key, value, mask, (*self.score_mods, *score_mods), self.sinks, self.scale, dropout_p, seed, queries,
+            query, key, value, mask, (*self.score_mods, *as_score_mods(score_mods)), self.sinks, self.scale, dropout_p, seed, queries,
             keys, lse,
         )  # fmt: skip
         out, found = run(x, self.backend)
         if self.observer is None:
             return out
         other = self.observer(x, out, found)  # type: ignore[arg-type]
-        return out if other is None else other
+        if other is None:
+            return out
+        check_edit(other, out)
+        return other
 
     def _tokens(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, bool]:
         key = query if key is None else key
         value = key if value is None else value
-        wants = {"query": (query, self.embed_dim), "key": (key, self.key_dim), "value": (value, self.value_dim)}
-        for name, (tokens, size) in wants.items():
-            if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
-                shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-                raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.")
-            if tokens.shape[-1] != size:
-                raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}.")
-            if self.max_length is not None and tokens.shape[-2] > self.max_length:
-                raise ShapeError(f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {self.max_length}.")
+        check_tokens(self, query, key, value)
         batched = query.dim() == 3
         return (query, key, value, True) if batched else (query[None], key[None], value[None], False)
 
@@ -270,18 +267,26 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | None,
         positions: Positions | None,
         key_positions: Positions | None,
+        lengths: Int[Tensor, " B"] | None,
     ) -> tuple[Positions, Positions]:
         rows, slots = query.shape[1], key.shape[1]
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ShapeError(f"cache= takes a KVCache, not {type(cache).__name__}; leave it out for none.")
+        if cache is None and lengths is not None:
+            raise ShapeError(
+                "lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths)."
+            )
         if positions is None and cache is not None:
             positions = cache.next_positions(rows)
+        if positions is not None:
+            check_positions(positions, rows, "query")
         keys = key_positions
         if keys is None:
             keys = positions if positions is not None and slots == rows else Positions(slots)
-        queries = Positions(rows, start=keys.stop - rows, offset=keys.offset) if positions is None else positions
-        for given, count, name in ((queries, rows, "query"), (keys, slots, "key")):
-            if not isinstance(given, Positions) or given.count != count:
-                what = given.count if isinstance(given, Positions) else type(given).__name__
-                raise ShapeError(f"The {name} positions are for {what} tokens, but there are {count}.")
+        check_positions(keys, slots, "key")
+        queries = (
+            Positions(rows, start=keys.stop - rows, offset=keys.offset) if positions is None else positions
+        )
         return queries, keys
 
     def extra_repr(self) -> str:
@@ -302,9 +307,3 @@ class MultiHeadAttention(nn.Module):
         }
         shown += [f"{k}={v!r}" for k, default in defaults.items() if (v := getattr(self, k)) != default]
         return ", ".join(shown + ["sinks=True"] * (self.sinks is not None))
-
-
-def _size(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ShapeError(f"{name} is {value!r}; give a whole number of at least 1.")
-    return value

@@ -1,12 +1,10 @@
-"""The command line: look, explain and mask."""
+"""The command line: ``headwise look``, ``headwise explain`` and ``headwise mask``."""
 
 import sys
 
-from headwise.errors import AttentionError
-
 
 def main() -> None:
-    """Run the command line; say which extra is missing where typer or rich is."""
+    """Run the command line, or say which package it lacks."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -14,10 +12,7 @@ def main() -> None:
         sys.exit(f"The command line needs {error.name}: pip install 'headwise[cli]'")
     from headwise import commands
 
-    try:
-        commands.app()
-    except AttentionError as error:
-        sys.exit(f"headwise: {error}")
+    commands.app()
 
 
 if __name__ == "__main__":

@@ -3,21 +3,35 @@
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from headwise.backends import BACKENDS, Backend, choose
-from headwise.backends.base import Inputs
+from headwise.backends import BACKENDS, choose
+from headwise.backends.base import Backend, Inputs
 from headwise.backends.reference import Stage, plain_precision, softmax
+from headwise.checks import (
+    MaskLike,
+    as_mask,
+    as_score_mods,
+    check_dropout,
+    check_dtypes,
+    check_partials,
+    check_positions,
+    check_scale,
+    check_seed,
+    check_sinks,
+    check_tensors,
+    row_numbers,
+    same_device,
+)
 from headwise.errors import ShapeError
-from headwise.masks import Dense, Full, Mask
+from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 
-MaskLike = Mask | Bool[Tensor, "..."]
 LARGE = 2**26  # scores that the reference holds in training from which on it says so: 256 MiB in float32
 _warned: set[str] = set()
 
@@ -68,7 +82,9 @@ def attention(
 
     Reference: Vaswani et al., Attention Is All You Need, 2017, equation 1. https://arxiv.org/abs/1706.03762
     """
-    x = prepare(query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions)
+    x = prepare(
+        query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions
+    )
     return run(x, backend)[0]
 
 
@@ -119,11 +135,24 @@ def attention_with_lse(
         tensor([[[4.]]])
     """
     x = prepare(
-        query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions, "gradient"
+        query,
+        key,
+        value,
+        mask,
+        score_mods,
+        sinks,
+        scale,
+        dropout_p,
+        seed,
+        query_positions,
+        key_positions,
+        "gradient",
     )
     out, lse = run(x, backend)
     if lse is None:
-        raise ShapeError("The backend returned no log-sum-exp although it was asked for one; this is a fault in it.")
+        raise ShapeError(
+            "The backend returned no log-sum-exp although it was asked for one; this is a fault in it."
+        )
     return out, lse
 
 
@@ -172,16 +201,8 @@ def attention_weights(
         raise ShapeError(f"There is no stage {stage!r}; there are scores, capped, biased and weights.")
     value = key if value is None else value
     x = prepare(query, key, value, mask, score_mods, sinks, scale, 0.0, None, query_positions, key_positions)
-    count = x.query.shape[-2]
-    if rows is None:
-        rows = slice(None)
-    elif not isinstance(rows, slice):
-        listed = rows.tolist() if isinstance(rows, Tensor) else list(rows)
-        if any(not -count <= r < count for r in listed):
-            raise ShapeError(f"Rows {listed} were asked for, but there are {count} queries; count them from 0.")
-        rows = torch.tensor([r % count for r in listed], dtype=torch.int64, device=x.query.device)
     with plain_precision(x):
-        return softmax(x, rows, stage)[0]
+        return softmax(x, row_numbers(rows, x.query), stage)[0]
 
 
 def merge_partials(
@@ -211,12 +232,7 @@ def merge_partials(
 
     Reference: Dao et al., FlashAttention, 2022, section 3.1. https://arxiv.org/abs/2205.14135
     """
-    if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:-1]:
-        raise ShapeError(
-            f"Partial outputs of shapes {tuple(out_a.shape)} and {tuple(out_b.shape)} with log-sum-exps "
-            f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)} do not belong together; a log-sum-exp is its output's "
-            "shape without the last dimension."
-        )
+    check_partials(out_a, lse_a, out_b, lse_b)
     top = torch.maximum(lse_a, lse_b).detach()
     top = top.masked_fill(top == -torch.inf, 0)  # both sides empty: any finite number keeps 0/0 away
     weight_a, weight_b = (lse_a - top).exp(), (lse_b - top).exp()
@@ -243,28 +259,29 @@ def prepare(
     lse: Literal["no", "value", "gradient"] = "no",
 ) -> Inputs:
     """Check a call and complete it: the public border, after which everything trusts its inputs."""
-    _check_tensors(query, key, value)
-    if torch.is_autocast_enabled(query.device.type):
+    check_tensors(query, key, value)
+    if not query.is_meta and torch.is_autocast_enabled(query.device.type):
         query, key, value = (_autocast(t) for t in (query, key, value))
-    _check_dtypes(query, key, value)
+    check_dtypes(query, key, value)
     batch, heads, rows, head_dim = query.shape
     slots = key.shape[-2]
     keys = Positions(slots) if key_positions is None else key_positions
-    queries = Positions(rows, start=keys.stop - rows, offset=keys.offset) if query_positions is None else query_positions
-    _check_positions(queries, rows, "query")
-    _check_positions(keys, slots, "key")
+    check_positions(keys, slots, "key")
+    queries = (
+        Positions(rows, start=keys.stop - rows, offset=keys.offset)
+        if query_positions is None
+        else query_positions
+    )
+    check_positions(queries, rows, "query")
     mask = as_mask(mask)
     for tensor in mask.tensors():
-        _same_device(tensor, query, "mask")
-    score_mods = tuple(score_mods)
+        same_device(tensor, query, "mask")
+    score_mods = as_score_mods(score_mods)
     for mod in score_mods:
-        if not isinstance(mod, ScoreMod):
-            raise ShapeError(f"score_mods holds {type(mod).__name__}, which is no ScoreMod; wrap it in CustomScore.")
         mod.bind(batch, heads, rows, slots)
-    if sinks is not None and sinks.shape != (heads,):
-        raise ShapeError(f"Sinks of shape {tuple(sinks.shape)} do not fit {heads} query heads; give one per head.")
-    if seed is not None and isinstance(seed, Tensor) and (seed.is_floating_point() or seed.dim() != 0):
-        raise ShapeError(f"A seed is a whole number, not a {seed.dtype} tensor of shape {tuple(seed.shape)}.")
+        for tensor in (*mod.parameters(), *mod.buffers()):
+            same_device(tensor, query, type(mod).__name__)
+    check_sinks(sinks, query)
     x = Inputs(
         query,
         key,
@@ -276,11 +293,11 @@ def prepare(
         score_mods,
         sinks,
         check_dropout(dropout_p),
-        seed,
+        check_seed(seed, query),
         lse,
     )
-    for tensor in (*x.score_tensors(), *(() if sinks is None else (sinks,))):
-        _same_device(tensor, query, "score modification or sink")
+    for tensor in x.tiles():
+        same_device(tensor, query, "bias")
     return x
 
 
@@ -290,80 +307,6 @@ def run(x: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor | No
     if backend == "auto" and chosen.name == "reference" and not torch.compiler.is_compiling():
         _warn_if_large(x)
     return chosen.run(x)
-
-
-def as_mask(mask: Any) -> Mask:
-    """A mask as it is, or a boolean tensor as ``Dense``; anything else is refused."""
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, Tensor):
-        return Dense(mask)
-    if isinstance(mask, type) and issubclass(mask, Mask):
-        raise ShapeError(f"mask={mask.__name__} is a class; call it: {mask.__name__}().")
-    raise ShapeError(f"mask= takes a Mask or a boolean tensor, not {type(mask).__name__}; leave it out for no mask.")
-
-
-def check_scale(scale: Any, head_dim: int) -> float:
-    """The scale as a number, 1/sqrt(D) for None."""
-    if scale is None:
-        return head_dim**-0.5 if head_dim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ShapeError(f"A scale of {scale!r} cannot multiply scores; give a finite number, or None for 1/sqrt(D).")
-    return float(scale)
-
-
-def check_dropout(dropout_p: Any) -> float:
-    """The dropout probability as a number of at least 0 and below 1."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
-        raise ShapeError(f"A dropout probability of {dropout_p!r} is outside [0, 1); it is the share of weights dropped.")
-    return float(dropout_p)
-
-
-def _check_tensors(query: Any, key: Any, value: Any) -> None:
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise ShapeError(f"{name} is {type(tensor).__name__}, not a tensor.")
-        if tensor.dim() != 4:
-            raise ShapeError(
-                f"{name} has {tensor.dim()} dimensions, not 4: (batch, heads, tokens, head size). Use unflatten and "
-                "transpose to split heads, or MultiHeadAttention, which does."
-            )
-    sizes = {name: tuple(t.shape) for name, t in named.items()}
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        batches = ", ".join(f"{name} {s[0]}" for name, s in sizes.items())
-        raise ShapeError(f"The batch sizes differ: {batches}. Expand the smaller ones if that is what you mean.")
-    if key.shape[1] != value.shape[1]:
-        raise ShapeError(f"{key.shape[1]} key heads and {value.shape[1]} value heads differ; give as many of each.")
-    if query.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ShapeError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(f"Queries of size {query.shape[-1]} cannot meet keys of size {key.shape[-1]}; make them equal.")
-    if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(f"{key.shape[-2]} keys and {value.shape[-2]} values differ; each key needs one value.")
-    for name in ("key", "value"):
-        _same_device(named[name], query, name)
-
-
-def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not query.is_floating_point():
-        raise ShapeError(f"Attention needs floating point numbers, not {query.dtype}; convert the inputs first.")
-    if not query.dtype == key.dtype == value.dtype:
-        raise ShapeError(
-            f"The dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}. Convert them to one."
-        )
-
-
-def _check_positions(positions: Any, count: int, name: str) -> None:
-    if not isinstance(positions, Positions):
-        raise ShapeError(f"{name} positions are {type(positions).__name__}; give Positions(count, start).")
-    if positions.count != count:
-        raise ShapeError(f"The positions are for {positions.count} tokens, but the {name} has {count}.")
-
-
-def _same_device(tensor: Tensor, query: Tensor, what: str) -> None:
-    if tensor.device != query.device:
-        raise ShapeError(f"The {what} is on {tensor.device} and the query on {query.device}; move it with .to().")
 
 
 def _autocast(tensor: Tensor) -> Tensor:

@@ -10,14 +10,14 @@ hold tensors of the call. It then works on every backend, can be drawn, and ``pa
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.positions import Positions
+from headwise.positions import Positions, integer
 from headwise.spans import Spans, make_runs, stack_heads
 
 Indices = Int[Tensor, "#B #H #T #S"]
@@ -60,7 +60,7 @@ class Mask(ABC):
             yield from part.tensors()
         yield from (v for v in self._values() if isinstance(v, Tensor))
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self, device: torch.device | str) -> "Mask":
         """The same mask with its tensors on another device."""
         changes = {f.name: _moved(getattr(self, f.name), device) for f in fields(self) if f.init}  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[type-var]
@@ -80,13 +80,25 @@ class Mask(ABC):
         return tuple(id(v) if isinstance(v, Tensor) else v for v in self._values())
 
     def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other) if isinstance(other, Mask) else NotImplemented
+        return And(self, other)
+
+    def __rand__(self, other: "Mask") -> "Mask":
+        return And(other, self)
 
     def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other) if isinstance(other, Mask) else NotImplemented
+        return Or(self, other)
+
+    def __ror__(self, other: "Mask") -> "Mask":
+        return Or(other, self)
 
     def __invert__(self) -> "Mask":
         return Not(self)
+
+    def __bool__(self) -> bool:
+        # `Causal() and Window(3)` would be Window(3)
+        raise ShapeError(
+            "A mask is neither true nor false; join masks with &, | and ~, not with and, or and not."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +107,9 @@ class And(Mask):
 
     a: Mask
     b: Mask
+
+    def __post_init__(self) -> None:
+        _masks("&", self.a, self.b)
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         return self.a.allowed(b, h, q, k) & self.b.allowed(b, h, q, k)
@@ -122,6 +137,9 @@ class Or(Mask):
     a: Mask
     b: Mask
 
+    def __post_init__(self) -> None:
+        _masks("|", self.a, self.b)
+
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         return self.a.allowed(b, h, q, k) | self.b.allowed(b, h, q, k)
 
@@ -145,6 +163,9 @@ class Not(Mask):
     """Attend where the mask does not allow it; what ``~a`` builds."""
 
     a: Mask
+
+    def __post_init__(self) -> None:
+        _masks("~", self.a)
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         return ~self.a.allowed(b, h, q, k)
@@ -233,12 +254,14 @@ class Window(Mask):
     def __post_init__(self) -> None:
         if (self.size is None) == (self.left is None and self.right is None):
             raise ShapeError("A window takes either a size or left= and right=; give one of the two forms.")
-        if self.size is not None and _integer(self.size, "The size of a window") < 1:
+        if self.size is not None and integer(self.size, "The size of a window") < 1:
             raise ShapeError(f"A window of {self.size} tokens lets no query see anything; give at least 1.")
         for name in ("left", "right"):
             side = getattr(self, name)
-            if side is not None and _integer(side, f"{name}=") < 0:
-                raise ShapeError(f"A window cannot reach {side} tokens to the {name}; give 0 or more, or None.")
+            if side is not None and integer(side, f"{name}= of a window") < 0:
+                raise ShapeError(
+                    f"A window cannot reach {side} tokens to the {name}; give 0 or more, or None."
+                )
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -263,7 +286,11 @@ class Window(Mask):
         )
 
     def __repr__(self) -> str:
-        return f"Window({self.size})" if self.size is not None else f"Window(left={self.left}, right={self.right})"
+        return (
+            f"Window({self.size})"
+            if self.size is not None
+            else f"Window(left={self.left}, right={self.right})"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,14 +320,15 @@ class Padding(Mask):
     def __post_init__(self) -> None:
         if (self.lengths is None) == (self.left is None):
             raise ShapeError("Padding takes either lengths or left=; give one of the two.")
-        if not (isinstance(self.lengths, Tensor) and self.lengths.dtype == torch.bool):
+        if self.left is not None:
+            _per_row(self, "left", 0, "The amount of left padding")
+        elif not self.is_boolean:
             _per_row(self, "lengths", 0, "A length")
-        elif self.lengths.dim() != 2:
+        elif self.lengths.dim() != 2:  # type: ignore[union-attr]
             raise ShapeError(
-                f"A boolean padding mask has {self.lengths.dim()} dimensions, not 2; give one row of keys per "
+                f"A boolean padding mask has {self.lengths.dim()} dimensions, not 2; give one row of keys per "  # type: ignore[union-attr]
                 "sequence, (batch, keys)."
             )
-        _per_row(self, "left", 0, "The amount of left padding")
 
     @property
     def is_boolean(self) -> bool:
@@ -365,7 +393,9 @@ class Document(Mask):
                 continue
             if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
                 kind = f"a {ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
-                raise ShapeError(f"{name} of a document mask is {kind}; give a tensor of integers, one id per token.")
+                raise ShapeError(
+                    f"{name} of a document mask is {kind}; give a tensor of integers, one id per token."
+                )
             if ids.dim() not in (1, 2):
                 raise ShapeError(
                     f"{name} of a document mask has {ids.dim()} dimensions; give (tokens,) or (batch, tokens)."
@@ -375,9 +405,15 @@ class Document(Mask):
     @classmethod
     def from_lengths(cls, lengths: list[int], device: torch.device | str | None = None) -> "Document":
         """Documents of the given lengths, one after the other in each row."""
+        if not isinstance(lengths, (list, tuple)):
+            raise ShapeError(
+                f"The lengths of documents are {type(lengths).__name__}; give a list of whole numbers."
+            )
+        if any(integer(n, "The length of a document") < 0 for n in lengths):
+            raise ShapeError(
+                f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more."
+            )
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-        if len(lengths) and min(lengths) < 0:
-            raise ShapeError(f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more.")
         ids = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
         stop = counts.cumsum(0)
         return cls(ids, runs=torch.stack([stop - counts, stop], -1)[ids])
@@ -526,7 +562,9 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         values = self.values
         if not isinstance(values, Tensor):
-            raise ShapeError(f"A dense mask is a boolean tensor, not {type(values).__name__}; make it one first.")
+            raise ShapeError(
+                f"A dense mask is a boolean tensor, not {type(values).__name__}; make it one first."
+            )
         if values.is_floating_point():
             raise ShapeError(
                 f"A mask of dtype {values.dtype} could mean numbers to be added or 0 for hidden. Pass Bias(tensor) in "
@@ -537,11 +575,7 @@ class Dense(Mask):
                 f"A mask of dtype {values.dtype} does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
                 "where 0 hides, or a boolean tensor that is True where a query may attend."
             )
-        if values.dim() not in (2, 4):
-            raise ShapeError(
-                f"A mask with {values.dim()} dimensions is ambiguous: its first could be the batch or the heads. Give "
-                "(queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
-            )
+        check_tile(values, "mask")
 
     @classmethod
     def from_zeros(cls, mask: Shaped[Tensor, "..."], num_heads: int | None = None) -> "Dense":
@@ -563,6 +597,11 @@ class Dense(Mask):
             ■ ·
             ■ ■
         """
+        if not isinstance(mask, Tensor):
+            raise ShapeError(
+                f"from_zeros reads a tensor in which 0 hides, not {type(mask).__name__}; make it one first."
+            )
+        strided(mask, "mask")
         shown = mask != 0
         if mask.dim() < 2:
             shown = shown.expand(1, 1) if mask.dim() == 0 else shown[None]
@@ -574,7 +613,7 @@ class Dense(Mask):
                     f"A mask of shape {tuple(mask.shape)} mixes batch and heads in its first dimension; say how many "
                     "heads there are with num_heads=."
                 )
-            if num_heads < 1 or mask.shape[0] % num_heads:
+            if integer(num_heads, "num_heads") < 1 or mask.shape[0] % num_heads:
                 raise ShapeError(
                     f"{mask.shape[0]} masks cannot be shared evenly by {num_heads} heads; the first dimension must be "
                     "batch * heads."
@@ -640,7 +679,11 @@ class PerHead(Mask):
         spans = [m.spans(queries, keys) for m in self.masks]
         found = [s for s in spans if s is not None]
         # a part that itself differs by head (PerHead inside PerHead) would need its own slice of heads
-        if not found or len(found) < len(spans) or any(s.runs is not None and s.runs.shape[1] > 1 for s in found):
+        if (
+            not found
+            or len(found) < len(spans)
+            or any(s.runs is not None and s.runs.shape[1] > 1 for s in found)
+        ):
             return None
         return stack_heads(found)
 
@@ -664,13 +707,27 @@ class CustomMask(Mask):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ShapeError(f"A custom mask takes a function of (b, h, q, k), not {type(self.function).__name__}.")
+            raise ShapeError(
+                f"A custom mask takes a function of (b, h, q, k), not {type(self.function).__name__}."
+            )
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         seen = self.function(b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
-            raise ShapeError(f"A custom mask returned {kind}, not booleans; return a comparison such as q >= k.")
+            raise ShapeError(
+                f"A custom mask returned {kind}, not booleans; return a comparison such as q >= k."
+            )
+        asked = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
+        if not broadcasts(seen.shape, asked):
+            raise ShapeError(
+                f"A custom mask returned shape {tuple(seen.shape)} when asked about {tuple(asked)}; compute with b, h, "
+                "q and k elementwise, so that the shapes broadcast."
+            )
+        if seen.device != q.device:
+            raise ShapeError(
+                f"A custom mask returned a tensor on {seen.device} for a call on {q.device}; move it there."
+            )
         return seen
 
 
@@ -705,28 +762,64 @@ def broadcast_to_call(shape: torch.Size, batch: int, heads: int, rows: int, slot
         )
 
 
-def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise ShapeError(f"{what} is {value!r}; give a whole number.")
-    return value  # type: ignore[return-value]
+def check_tile(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that cannot lie over scores: sparse, nested, or of neither two nor four dimensions."""
+    strided(tensor, what)
+    if tensor.dim() == 3:
+        raise ShapeError(
+            f"A {what} of shape {tuple(tensor.shape)} is ambiguous: its first dimension could be the batch or the heads. "
+            "Give (queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
+        )
+    if tensor.dim() not in (2, 4):
+        raise ShapeError(
+            f"A {what} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions. Give (queries, keys), or four "
+            "dimensions that broadcast to (batch, heads, queries, keys)."
+        )
+
+
+def strided(tensor: Tensor, what: str) -> None:
+    """Refuse sparse and nested tensors, and other layouts that have no strides."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ShapeError(
+            f"The {what} is a {kind} tensor; make it an ordinary one, with padding or to_dense()."
+        )
+
+
+def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a tensor of one shape can be expanded to the other."""
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
+
+
+def _masks(sign: str, *sides: Any) -> None:
+    for side in sides:
+        if not isinstance(side, Mask):
+            kind = side.__name__ if isinstance(side, type) else type(side).__name__
+            raise ShapeError(
+                f"{sign} was given {kind}, which is no mask; wrap a boolean tensor in Dense(tensor), and call a class."
+            )
 
 
 def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
-    """Check a number, or make a list of one number per row a tensor. Tensors are not read: that would wait for them."""
+    """Check a number, or make a list of one number per row a tensor.
+
+    Tensors are read where that costs no waiting: on the CPU, outside compilers and function transforms.
+    """
     value = getattr(mask, name)
-    if value is None:
-        return
     if isinstance(value, (list, tuple)):
-        numbers = [_integer(v, what) for v in value]
+        numbers = [integer(v, what) for v in value]
         object.__setattr__(mask, name, torch.tensor(numbers, dtype=torch.int64))
     elif isinstance(value, Tensor):
         if value.is_floating_point() or value.dtype == torch.bool or value.dim() != 1:
             raise ShapeError(
                 f"{what} is a {value.dtype} tensor of shape {tuple(value.shape)}; give one integer per row, (batch,)."
             )
-        numbers = []
+        hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value)
+        numbers = (
+            value.tolist() if type(value) is Tensor and value.device.type == "cpu" and not hidden else []
+        )
     else:
-        numbers = [_integer(value, what)]
+        numbers = [integer(value, what)]
     if least is not None and any(n < least for n in numbers):
         raise ShapeError(f"{what} is {min(numbers)}; give at least {least}.")
 
@@ -738,9 +831,8 @@ def _rows_match(value: Any, batch: int, name: str) -> None:
 
 def _same_size(has: int, needs: int, unit: str, what: str) -> None:
     if has != needs:
-        raise ShapeError(
-            f"The call has {needs} {unit}{'' if needs == 1 else 's'}, but {what} is for {has}; give one entry for each."
-        )
+        units = unit if needs == 1 else "queries" if unit == "query" else f"{unit}s"
+        raise ShapeError(f"The call has {needs} {units}, but {what} is for {has}; give one entry for each.")
 
 
 def _at(value: Any, b: Tensor) -> Any:
@@ -760,7 +852,7 @@ def _between(queries: Positions, keys: Positions, start: Any, stop: Any) -> Span
     low = torch.zeros((), dtype=torch.int64, device=device) if start is None else _column(start) - keys.start
     high = torch.full((), keys.count, device=device) if stop is None else _column(stop) - keys.start
     low, high = (torch.as_tensor(v, device=device) for v in (low, high))
-    shape = (max(low.numel(), high.numel()), 1, queries.count, 1)
+    shape = torch.broadcast_shapes(low.shape, high.shape, (1, 1, queries.count, 1))
     return Spans(
         queries.count,
         keys.count,

@@ -8,7 +8,7 @@ import torch
 
 from headwise.errors import ShapeError
 from headwise.masks import Dense, Document, Mask, evaluate
-from headwise.positions import Positions
+from headwise.positions import Positions, integer
 
 
 def draw(mask: Mask, queries: int, keys: int | None = None, *, batch: int = 1, heads: int = 1) -> str:
@@ -30,7 +30,17 @@ def draw(mask: Mask, queries: int, keys: int | None = None, *, batch: int = 1, h
         ■ ■ ·
         ■ ■ ■
     """
-    keys = queries if keys is None else keys
+    if not isinstance(mask, Mask):
+        kind = mask.__name__ if isinstance(mask, type) else type(mask).__name__
+        raise ShapeError(
+            f"draw was given {kind}, which is no mask; call a class, and wrap a boolean tensor in Dense(tensor)."
+        )
+    if integer(batch, "batch") < 1 or integer(heads, "heads") < 1:
+        raise ShapeError(
+            f"There is nothing to draw for a batch of {batch} with {heads} heads; give at least 1 of each."
+        )
+    keys = integer(queries if keys is None else keys, "The number of keys")
+    integer(queries, "The number of queries")
     at_queries, at_keys = Positions(queries, start=keys - queries), Positions(keys)
     seen = evaluate(mask.bind(batch, heads, at_queries, at_keys), batch, heads, at_queries, at_keys)
     pictures: dict[str, str] = {}
@@ -63,18 +73,29 @@ def parse(text: str) -> Mask:
         >>> parse("Causal() & Window(3)")
         Causal() & Window(3)
     """
+    if not isinstance(text, str):
+        raise ShapeError(
+            f"A mask text is {type(text).__name__}; give a string such as 'Causal() & Window(3)'."
+        )
     if len(text) > 10_000:
         raise ShapeError(f"A mask text of {len(text)} characters is too long; at most 10000 are read.")
+    text = text.strip().replace("\n", " ")
+    shown = repr(text if len(text) <= 60 else f"{text[:57]}...")
     try:
-        mask = _read(ast.parse(text.strip(), mode="eval").body)
+        mask = _read(ast.parse(text, mode="eval").body)
     except SyntaxError as error:
-        raise ShapeError(f"{text!r} is not a mask: {error.msg} at character {error.offset or 0}.") from None
+        at = error.offset or len(text) + 1
+        raise ShapeError(f"{shown} is not a mask: {error.msg:.60} at character {at}.") from None
     except (RecursionError, MemoryError, ValueError) as error:
         if isinstance(error, ShapeError):
             raise
-        raise ShapeError(f"This mask text cannot be read ({type(error).__name__}); nest it less deeply.") from None
+        raise ShapeError(
+            f"This mask text cannot be read ({type(error).__name__}); nest it less deeply."
+        ) from None
     if not isinstance(mask, Mask):
-        raise ShapeError(f"{text!r} is not a mask but {type(mask).__name__}; write for example Causal() & Window(3).")
+        raise ShapeError(
+            f"{shown} is not a mask but {type(mask).__name__}; write for example Causal() & Window(3)."
+        )
     return mask
 
 
@@ -84,14 +105,18 @@ def _read(node: ast.expr) -> Any:
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr(), right=right):
             a, b = _read(left), _read(right)
             if not isinstance(a, Mask) or not isinstance(b, Mask):
-                raise ShapeError(f"& and | at character {node.col_offset + 1} join two masks, and one side is not.")
+                raise ShapeError(
+                    f"& and | at character {node.col_offset + 1} join two masks, and one side is not."
+                )
             return a & b if isinstance(node.op, ast.BitAnd) else a | b
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             inner = _read(operand)
             if not isinstance(inner, Mask):
                 raise ShapeError(f"~ at character {node.col_offset + 1} goes before a mask.")
             return ~inner
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(value, bool):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(
+            value, bool
+        ):
             return -value
         case ast.Constant(value=None | bool() | int()):
             return node.value
@@ -104,12 +129,14 @@ def _read(node: ast.expr) -> Any:
                 raise ShapeError(f"{name}(…) at character {node.col_offset + 1} takes no * or **.")
             values = [_read(a) for a in args]
             named = {str(k.arg): _read(k.value) for k in keywords}
+            if len(named) < len(keywords):
+                raise ShapeError(f"{name}(…) at character {node.col_offset + 1} is given an argument twice.")
             return _build(known[name], values, named)
         case ast.Name(id=name) if name in known:
             raise ShapeError(f"{name} at character {node.col_offset + 1} needs parentheses: {name}().")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             raise ShapeError(
-                f"There is no mask {name!r} (character {node.col_offset + 1}); there are {', '.join(sorted(known))}."
+                f"There is no mask {name!r:.40} (character {node.col_offset + 1}); there are {', '.join(sorted(known))}."
             )
     raise ShapeError(
         f"A mask text cannot hold {type(node).__name__} (character {node.col_offset + 1}); it holds masks, numbers, "
@@ -121,12 +148,25 @@ def _build(cls: type[Mask], values: list[Any], named: dict[str, Any]) -> Mask:
     settable = [f.name for f in fields(cls) if f.init and f.repr]  # type: ignore[arg-type]
     unknown = [name for name in named if name not in settable]
     if unknown:
-        raise ShapeError(f"{cls.__name__} has no argument {unknown[0]!r}; it takes {', '.join(settable) or 'none'}.")
+        raise ShapeError(
+            f"{cls.__name__} has no argument {unknown[0]!r}; it takes {', '.join(settable) or 'none'}."
+        )
     if cls in (Dense, Document):
-        values = [torch.tensor(v) if isinstance(v, (list, tuple)) else v for v in values]
-        named = {name: torch.tensor(v) if isinstance(v, (list, tuple)) else v for name, v in named.items()}
+        values = [_tensor(v) for v in values]
+        named = {name: _tensor(v) for name, v in named.items()}
     try:
         return cls(*values, **named)
     except TypeError as error:
         said = str(error).replace(f"{cls.__name__}.__init__() ", "")
         raise ShapeError(f"{cls.__name__} cannot be built from this: {said}.") from None
+
+
+def _tensor(value: Any) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        return torch.tensor(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ShapeError(
+            f"These lists make no tensor ({error}); give lists of equal length that hold numbers."
+        ) from None

@@ -43,7 +43,9 @@ def words(
     )
 
 
-def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds of Philox4x32 on counters held in int64; a product of two words wraps, and its bits stay right."""
     k0, k1 = key
     for _ in range(10):

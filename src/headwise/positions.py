@@ -6,6 +6,7 @@ says otherwise, with ``offset``.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -27,7 +28,7 @@ class Positions:
         offset: What to add to an index to get a position.
 
     Raises:
-        ShapeError: When ``count`` is negative.
+        ShapeError: When ``count`` is negative, or one of the three is not a whole number.
 
     Example:
         >>> Positions(3, start=5).index("cpu")
@@ -41,7 +42,9 @@ class Positions:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        if self.count < 0:
+        integer(self.start, "The start of a run of tokens")
+        integer(self.offset, "The offset of a run of tokens")
+        if integer(self.count, "The number of tokens") < 0:
             raise ShapeError(f"A run of {self.count} tokens does not exist; give 0 or more.")
 
     @property
@@ -56,3 +59,12 @@ class Positions:
     def position(self, device: torch.device | str) -> Int[Tensor, "#B L"]:
         """Positions as int64, in the same form."""
         return self.index(device) + self.offset
+
+
+def integer(value: Any, what: str) -> int:
+    """A whole number that fits 32 bits, as it is; anything else is refused as ``what``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ShapeError(f"{what} is {value!r:.40}; give a whole number.")
+    if isinstance(value, int) and abs(value) >= 2**31:
+        raise ShapeError(f"{what} needs {value.bit_length()} bits; give a whole number that fits 31.")
+    return value  # type: ignore[return-value]

@@ -5,11 +5,14 @@ half-split (i with i + D/2; the default, as in most checkpoints on the Hugging F
 2i + 1, as in the paper). They are related by a permutation of the dimensions of the projections.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError
+from headwise.positions import integer
 
 
 def default_frequencies(head_dim: int, base: float) -> Float[Tensor, " F"]:
@@ -40,18 +43,41 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, *, base: float = 10_000.0, interleaved: bool = False) -> None:
         super().__init__()
-        if head_dim < 2 or head_dim % 2:
-            raise ShapeError(f"Rotary embeddings turn pairs of dimensions, and {head_dim} is not even and above 0.")
-        if base <= 0:
-            raise ShapeError(f"A rotary base of {base} gives no angles; give a number above 0, such as 10000.")
+        if integer(head_dim, "head_dim of a rotary embedding") < 2 or head_dim % 2:
+            raise ShapeError(
+                f"Rotary embeddings turn pairs of dimensions, and {head_dim} is not even and above 0."
+            )
+        if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < math.inf:
+            raise ShapeError(
+                f"A rotary base of {base!r} gives no angles; give a number above 0, such as 10000."
+            )
         self.head_dim = head_dim
         self.base = base
         self.interleaved = interleaved
 
     def forward(self, x: Float[Tensor, "B H T D"], position: Int[Tensor, "#B T"]) -> Float[Tensor, "B H T D"]:
         """Rotate ``x`` as tokens that stand at ``position``."""
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ShapeError(
+                f'A rotary embedding was given {x.dtype} of shape {tuple(x.shape)}; give floating point "B H T D".'
+            )
         if x.shape[-1] != self.head_dim:
-            raise ShapeError(f"A rotary embedding for heads of {self.head_dim} was given heads of {x.shape[-1]}.")
+            raise ShapeError(
+                f"A rotary embedding for heads of {self.head_dim} was given heads of {x.shape[-1]}; make them equal."
+            )
+        rows = (1, x.shape[0])
+        if (
+            not isinstance(position, Tensor)
+            or position.is_floating_point()
+            or position.dim() != 2
+            or position.shape[1] != x.shape[2]
+            or position.shape[0] not in rows
+        ):
+            given = tuple(position.shape) if isinstance(position, Tensor) else type(position).__name__
+            raise ShapeError(
+                f"Positions {given} do not fit heads of shape {tuple(x.shape)}; give one whole number per token, (1, tokens) "
+                "or (batch, tokens)."
+            )
         # float32 whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
         # elementwise product, since autocast would turn a matmul into half precision.
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headwise.errors import ShapeError
-from headwise.masks import broadcast_to_call
+from headwise.errors import ShapeError, UnsupportedError
+from headwise.masks import broadcast_to_call, check_tile
+from headwise.positions import integer
 
 Scores = Float[Tensor, "#B #H #T #S"]
 Places = Int[Tensor, "#B #H #T #S"]
@@ -43,7 +44,7 @@ class ScoreMod(nn.Module):
 
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
         """The new score of query ``q`` and key ``k`` in row ``b`` of the batch and head ``h``."""
-        raise NotImplementedError(f"{type(self).__name__} needs a forward(score, b, h, q, k).")
+        raise UnsupportedError(f"{type(self).__name__} has no forward(score, b, h, q, k); write one.")
 
     def lowered(self) -> Lowered | None:
         """What it amounts to, or None when only ``forward`` can say."""
@@ -71,7 +72,7 @@ class Softcap(ScoreMod):
 
     def __init__(self, cap: float) -> None:
         super().__init__()
-        if not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
+        if isinstance(cap, bool) or not (isinstance(cap, (int, float)) and 0 < cap < math.inf):
             raise ShapeError(f"A softcap of {cap!r} bounds nothing; give a number above 0.")
         self.cap = float(cap)
 
@@ -109,12 +110,19 @@ class ALiBi(ScoreMod):
 
     def __init__(self, num_heads: int, slopes: Float[Tensor, " H"] | None = None) -> None:
         super().__init__()
-        if num_heads < 1:
+        if integer(num_heads, "num_heads") < 1:
             raise ShapeError(f"{num_heads} heads have no slopes; give at least 1.")
         if slopes is None:
             slopes = torch.tensor(_alibi_slopes(num_heads))
-        if slopes.shape != (num_heads,):
-            raise ShapeError(f"ALiBi for {num_heads} heads needs as many slopes, not shape {tuple(slopes.shape)}.")
+        if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or slopes.shape != (num_heads,):
+            given = (
+                f"{slopes.dtype} of shape {tuple(slopes.shape)}"
+                if isinstance(slopes, Tensor)
+                else type(slopes).__name__
+            )
+            raise ShapeError(
+                f"ALiBi for {num_heads} heads was given slopes as {given}; give as many floating point numbers."
+            )
         self.num_heads = num_heads
         # not in the state dict: it follows from the number of heads
         self.register_buffer("slopes", slopes, persistent=False)
@@ -127,7 +135,9 @@ class ALiBi(ScoreMod):
 
     def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
         if self.num_heads != heads:
-            raise ShapeError(f"The call has {heads} heads, but ALiBi is for {self.num_heads}; build it for the call.")
+            raise ShapeError(
+                f"The call has {heads} heads, but ALiBi is for {self.num_heads}; build it for the call."
+            )
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}"
@@ -161,12 +171,10 @@ class Bias(ScoreMod):
         super().__init__()
         if not isinstance(values, Tensor) or not values.is_floating_point():
             kind = f"a {values.dtype} tensor" if isinstance(values, Tensor) else type(values).__name__
-            raise ShapeError(f"A bias is {kind}; give floating point numbers, or a mask if it is to hide keys.")
-        if values.dim() not in (2, 4):
             raise ShapeError(
-                f"A bias with {values.dim()} dimensions is ambiguous: its first could be the batch or the heads. Give "
-                "(queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
+                f"A bias is {kind}; give floating point numbers, or a mask if it is to hide keys."
             )
+        check_tile(values, "bias")
         self.values = values
 
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:

@@ -15,7 +15,10 @@ def named(name: str | Backend) -> Backend | None:
     for backend in BACKENDS:
         if backend.name == name:
             return backend
-    raise ShapeError(f"There is no backend {name!r}; there are auto, {', '.join(b.name for b in BACKENDS)}.")
+    if isinstance(name, type) and issubclass(name, Backend):
+        raise ShapeError(f"backend={name.__name__} is a class; call it, or give its name.")
+    there = ", ".join(b.name for b in BACKENDS)
+    raise ShapeError(f"There is no backend {name!r:.40}; there are auto, {there}.")
 
 
 def choose(x: Inputs, name: str | Backend = "auto") -> Backend:

@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headwise.masks import Full, Mask, evaluate
+from headwise.errors import ShapeError
+from headwise.masks import Full, Mask, broadcasts, evaluate
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 from headwise.spans import Spans
@@ -95,13 +96,28 @@ class Inputs:
         return seen
 
     def modify(
-        self, scores: Float[Tensor, "B H R S"], rows: Rows = slice(None), mods: tuple[ScoreMod, ...] | None = None
+        self,
+        scores: Float[Tensor, "B H R S"],
+        rows: Rows = slice(None),
+        mods: tuple[ScoreMod, ...] | None = None,
     ) -> Float[Tensor, "B H R S"]:
         """Apply the score modifications to the scores of chosen query rows."""
         b, h = self.batch_index(), self.head_index()
         for mod in self.score_mods if mods is None else mods:
             q, k = self.places(mod.over, rows)
-            scores = mod(scores, b, h, q, k)
+            new = mod(scores, b, h, q, k)
+            fits = isinstance(new, Tensor) and new.is_floating_point() and broadcasts(new.shape, scores.shape)
+            if not fits:
+                given = (
+                    f"{new.dtype} of shape {tuple(new.shape)}"
+                    if isinstance(new, Tensor)
+                    else type(new).__name__
+                )
+                raise ShapeError(
+                    f"{type(mod).__name__} returned {given} for scores of shape {tuple(scores.shape)}; return a floating "
+                    "point score for each."
+                )
+            scores = new.to(scores.dtype).expand(scores.shape)
         return scores
 
     def batch_index(self) -> Int[Tensor, "B 1 1 1"]:

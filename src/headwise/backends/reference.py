@@ -8,6 +8,7 @@ A query that may see nothing gets zeros. It is computed in float32 at least, is 
 without gradients runs in blocks of queries, so that memory grows with the number of keys and not with its square.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -99,12 +100,18 @@ def blocks(x: Inputs) -> list[slice]:
     return [slice(first, first + step) for first in range(0, max(1, count), step)]
 
 
-def plain_precision(x: Inputs) -> torch.autocast:
+def plain_precision(x: Inputs) -> AbstractContextManager:
     """Autocast off: on the CPU it would turn an explicit float32 matmul into a half-precision one."""
+    if x.query.is_meta:  # which has none
+        return nullcontext()
     return torch.autocast(x.query.device.type, enabled=False)
 
 
 def _up_to_cap(x: Inputs) -> tuple:
     """The modifications up to and including the last softcap."""
-    caps = [i for i, mod in enumerate(x.score_mods) if (low := mod.lowered()) is not None and low.kind == "softcap"]
+    caps = [
+        i
+        for i, mod in enumerate(x.score_mods)
+        if (low := mod.lowered()) is not None and low.kind == "softcap"
+    ]
     return x.score_mods[: caps[-1] + 1] if caps else ()

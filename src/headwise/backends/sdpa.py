@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from headwise.backends.base import Backend, Inputs
 
-FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
+FEW_QUERIES = (
+    16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
+)
 
 
 class Sdpa(Backend):
@@ -51,7 +53,9 @@ class Sdpa(Backend):
             key, value = key[..., start:stop, :], value[..., start:stop, :]
             inner = x.mask.spans(x.queries, type(x.keys)(stop - start, x.keys.start + start, x.keys.offset))
             causal = inner is not None and not inner.is_full and _is_causal(inner)
-            allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
+            allowed = (
+                None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
+            )
             slots = slice(start, stop)
         else:
             allowed, slots = x.allowed(), slice(None)
@@ -59,7 +63,9 @@ class Sdpa(Backend):
             unseen = ~_per_kv_head(allowed.any(-2), key.shape[1])[..., None]
             key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         if x.score_mods:
-            zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(*query.shape[:3], x.key.shape[-2])
+            zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(
+                *query.shape[:3], x.key.shape[-2]
+            )
             tile = x.modify(zeros)[..., slots]
         if tile is not None and causal:
             causal, allowed = False, x.allowed()[..., slots]
@@ -81,7 +87,9 @@ def _attend(
     mask = allowed if tile is None else tile
     # the fused kernel wants one head size; zeros add nothing to a dot product, and nothing to a sum
     width = max(query.shape[-1], v_dim)
-    query, key, value = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
+    query, key, value = (
+        F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value)
+    )
     fold = heads != kv_heads and not causal and (mask is None or rows <= FEW_QUERIES)
     if fold:
         group = heads // kv_heads
@@ -95,7 +103,7 @@ def _attend(
         sinks = None
         if x.sinks is not None:
             sinks = x.sinks.to(_wide(query))[None, :, None].expand(query.shape[0], heads, rows)
-            sinks = sinks.unflatten(1, (kv_heads, -1)).flatten(2, 3) if fold else sinks
+            sinks = sinks.unflatten(1, (kv_heads, group)).flatten(2, 3) if fold else sinks
         out, lse = _fused(query, key, value, mask, sinks, causal, x.scale)
     else:
         grouped = key.shape[1] != query.shape[1]
@@ -103,8 +111,8 @@ def _attend(
             query, key, value, mask, x.dropout_p, causal, scale=x.scale, enable_gqa=grouped
         )
     if fold:
-        out = out.unflatten(2, (-1, rows)).flatten(1, 2)
-        lse = lse.unflatten(2, (-1, rows)).flatten(1, 2) if lse is not None else None
+        out = out.unflatten(2, (group, rows)).flatten(1, 2)
+        lse = lse.unflatten(2, (group, rows)).flatten(1, 2) if lse is not None else None
     return out[..., :v_dim], lse if x.lse != "no" else None
 
 
@@ -169,18 +177,31 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         query, key, value, sinks, mask, out, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
+        if (
+            torch.is_grad_enabled()
+        ):  # asked for a graph of the gradient: differentiate the plain formula instead
             wanted = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
             again = _plain(query, key, value, sinks, mask, ctx.causal, ctx.scale)
             found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True, allow_unused=True))
-            grads = [next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)]
+            grads = [
+                next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)
+            ]
             return *grads, None, None, None
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         # a finite stand-in for the rows that see nothing: their probabilities are exp(-inf - 0) = 0
         finite = lse.masked_fill(lse == -torch.inf, 0)
         # a broadcast gradient (that of a sum) has strides of 0, which the kernel would read as they are
         d_query, d_key, d_value = op(
-            grad.contiguous(), query, key, value, out, finite, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+            grad.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            finite,
+            0.0,
+            ctx.causal,
+            attn_mask=mask,
+            scale=ctx.scale,
         )
         d_sinks = None
         if sinks is not None:
@@ -201,7 +222,9 @@ def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-un
         mask = torch.cat([mask.expand(*query.shape[:3], slots), sinks[..., None].to(wide)], -1)
     grouped = key.shape[1] != query.shape[1]
     op = torch.ops.aten._scaled_dot_product_attention_math
-    return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
+    return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(
+        query.dtype
+    )
 
 
 def _is_causal(spans) -> bool:  # type: ignore[no-untyped-def]

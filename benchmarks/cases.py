@@ -1,0 +1,248 @@
+"""The workloads: what is computed, at which sizes, under which mask, in which dtype.
+
+A case knows its name, its inputs and how much work it is; who computes it, and how, is for competitors.py. A
+new case is a line in CASES, a new mask a line in MASKS.
+
+B batch   H query heads      T query tokens   D head dimension   E embedding
+          K key/value heads  S key tokens
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import product
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from headwise import Causal, Full, Mask, Padding, Positions, Window
+from headwise.masks import evaluate
+
+MASKS: dict[str, Callable[[int, int], Mask]] = {  # from the batch size and the number of keys
+    "full": lambda batch, slots: Full(),
+    "causal": lambda batch, slots: Causal(),
+    "window128": lambda batch, slots: Causal() & Window(128),
+    "window3": lambda batch, slots: Causal() & Window(3),
+    "padded": lambda batch, slots: Padding(half_empty(batch, slots)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One call of attention on heads that exist already.
+
+    Args:
+        batch: Sequences B.
+        heads: Query heads H.
+        rows: Query tokens T; 1 makes it a step of decoding.
+        head_dim: Size D of a head.
+        kv_heads: Key and value heads K; None means H.
+        slots: Key tokens S; None means T.
+        mask: Its name in MASKS.
+        dtype: Of all inputs, by its name in torch.
+        backward: Whether the gradients of queries, keys and values are part of the work.
+    """
+
+    batch: int
+    heads: int
+    rows: int
+    head_dim: int
+    kv_heads: int | None = None
+    slots: int | None = None
+    mask: str = "full"
+    dtype: str = "float32"
+    backward: bool = False
+
+    level = "attention"
+
+    @property
+    def name(self) -> str:
+        """Kind, mask, sizes B×H×T×D, dtype and direction."""
+        sizes = f"{self.batch}x{self.heads}x{self.rows}x{self.head_dim}"
+        if self.kv_heads is not None or self.slots is not None:
+            sizes += f"-k{self.kv_heads or self.heads}-s{self.slots or self.rows}"
+        kind = "decode" if self.rows == 1 else self.level
+        return f"{kind}/{self.mask}/{sizes}/{self.dtype}/{_direction(self)}"
+
+    def problem(self) -> "Problem":
+        """Inputs by a fixed seed: query, key, value; and the gradient of the output."""
+        slots, kv_heads = self.slots or self.rows, self.kv_heads or self.heads
+        query = (self.batch, self.heads, self.rows, self.head_dim)
+        key = (self.batch, kv_heads, slots, self.head_dim)
+        *inputs, grad = _normal(query, key, key, query)
+        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, slots))
+
+    def work(self, pairs: int) -> int:
+        """Useful floating point operations: two products of matrices, on the pairs that may attend.
+
+        With the gradients three times as many: four more products. That a backward pass computes the weights
+        again is not useful work.
+        """
+        return (3 if self.backward else 1) * 4 * pairs * self.head_dim
+
+    @property
+    def terms(self) -> int:
+        """Terms in the longest sum behind one number of the result."""
+        group = self.heads // (self.kv_heads or self.heads)
+        return max(self.slots or self.rows, self.head_dim, group * self.rows if self.backward else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """Self-attention with its projections, which all have a bias.
+
+    Args:
+        batch: Sequences B.
+        rows: Tokens T.
+        embed_dim: Size E of a token.
+        heads: Heads H.
+        mask: Its name in MASKS.
+        dtype: Of tokens and weights, by its name in torch.
+        backward: Whether the gradients of tokens and weights are part of the work.
+    """
+
+    batch: int
+    rows: int
+    embed_dim: int
+    heads: int
+    mask: str = "full"
+    dtype: str = "float32"
+    backward: bool = False
+
+    level = "module"
+
+    @property
+    def name(self) -> str:
+        """Kind, mask, sizes B×T×E and number of heads, dtype and direction."""
+        sizes = f"{self.batch}x{self.rows}x{self.embed_dim}-h{self.heads}"
+        return f"{self.level}/{self.mask}/{sizes}/{self.dtype}/{_direction(self)}"
+
+    def problem(self) -> "Problem":
+        """Inputs by a fixed seed: tokens, packed projections (query, key, value), output projection."""
+        tokens, embed = (self.batch, self.rows, self.embed_dim), self.embed_dim
+        *inputs, grad = _normal(tokens, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,), tokens)
+        for weight in (inputs[1], inputs[3]):
+            weight *= embed**-0.5  # projected tokens are as large as tokens
+        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, self.rows))
+
+    def work(self, pairs: int) -> int:
+        """Useful floating point operations: as in attention, and four projections."""
+        projections = 4 * 2 * self.batch * self.rows * self.embed_dim**2
+        return (3 if self.backward else 1) * (4 * pairs * (self.embed_dim // self.heads) + projections)
+
+    @property
+    def terms(self) -> int:
+        """Terms in the longest sum behind one number of the result."""
+        return max(self.rows * (self.batch if self.backward else 1), self.embed_dim)
+
+
+Case = Attention | Module
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A case with its numbers.
+
+    Args:
+        case: What it is.
+        inputs: What goes in, in the dtype of the case; leaves of autograd where gradients are asked for.
+        grad: Gradient of the output.
+        mask: The mask.
+        scores: The four sizes B, H, T, S of the scores.
+    """
+
+    case: Case
+    inputs: list[Float[Tensor, "..."]]
+    grad: Float[Tensor, "..."]
+    mask: Mask
+    scores: tuple[int, int, int, int]
+
+    @cached_property
+    def allowed(self) -> Bool[Tensor, "#B #H T S"]:
+        """The mask, evaluated."""
+        batch, heads, rows, slots = self.scores
+        queries, keys = Positions(rows, start=slots - rows), Positions(slots)
+        return evaluate(
+            self.mask.bind(batch, heads, queries, keys), batch, heads, queries, keys, device="cpu"
+        )
+
+    @cached_property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that may attend, over the whole batch and all heads."""
+        batch, heads, rows, slots = self.scores
+        queries, keys = Positions(rows, start=slots - rows), Positions(slots)
+        spans = self.mask.bind(batch, heads, queries, keys).spans(queries, keys)
+        if spans is None:
+            return int(self.allowed.expand(self.scores).sum())
+        return int(spans.work().expand(batch, heads).sum())
+
+    @property
+    def work(self) -> int:
+        """Useful floating point operations under the mask."""
+        return self.case.work(self.pairs)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that have to move at least: each input and each output once.
+
+        The gradients add that of the output and those of the inputs, and read inputs and output again.
+        """
+        once = sum(t.nbytes for t in self.inputs) + self.grad.nbytes
+        return 3 * once if self.case.backward else once
+
+
+def half_empty(batch: int, slots: int) -> Tensor:
+    """Lengths that spread evenly and fill half of the batch: 1/16, 3/16, … 15/16 for eight rows."""
+    return torch.tensor([max(1, slots * (2 * row + 1) // (2 * batch)) for row in range(batch)])
+
+
+def select(glob: str, quick: bool = False) -> list[Case]:
+    """The cases whose name matches; with ``quick`` the tiny ones, which only show that everything runs."""
+    return [case for case in (QUICK if quick else CASES) if fnmatchcase(case.name, glob)]
+
+
+def _direction(case: Case) -> str:
+    return "forward+backward" if case.backward else "forward"
+
+
+def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
+    made = torch.Generator().manual_seed(20171206)
+    return [torch.randn(shape, generator=made) for shape in shapes]
+
+
+def _problem(case: Case, inputs: list[Tensor], grad: Tensor, scores: tuple[int, int, int, int]) -> Problem:
+    dtype = getattr(torch, case.dtype)
+    inputs = [t.to(dtype).requires_grad_(case.backward) for t in inputs]
+    return Problem(case, inputs, grad.to(dtype), MASKS[case.mask](scores[0], scores[3]), scores)
+
+
+def _first() -> Iterator[Case]:
+    wide: list[dict] = [{"dtype": "float32"}, {"dtype": "float32", "backward": True}]
+    both: list[dict] = [*wide, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "backward": True}]
+    sizes = [(8, 12, 128, 64), (32, 12, 33, 32), (1, 12, 512, 64), (2, 12, 1024, 64)]
+    for (batch, heads, rows, dim), mask, how in product(sizes, ("full", "causal"), both):
+        yield Attention(batch=batch, heads=heads, rows=rows, head_dim=dim, mask=mask, **how)
+    for how in both:
+        yield Attention(batch=2, heads=12, rows=1024, head_dim=64, mask="window128", **how)
+        yield Attention(batch=8, heads=12, rows=128, head_dim=64, mask="padded", **how)
+    for dtype in ("float32", "bfloat16"):
+        # a batch of four, so that the keys and values are more than a processor's cache holds
+        yield Attention(batch=4, heads=32, rows=1, head_dim=128, kv_heads=8, slots=4096, dtype=dtype)
+    for (batch, rows, embed), how in product([(1, 16, 384), (8, 128, 384), (4, 512, 768)], wide):
+        yield Module(batch=batch, rows=rows, embed_dim=embed, heads=12, **how)
+    yield Module(batch=8, rows=128, embed_dim=384, heads=12, mask="causal")
+    yield Module(batch=8, rows=128, embed_dim=384, heads=12, dtype="bfloat16")
+
+
+CASES: tuple[Case, ...] = tuple(_first())
+QUICK: tuple[Case, ...] = (
+    Attention(batch=2, heads=3, rows=7, head_dim=5),
+    Attention(batch=2, heads=3, rows=11, head_dim=5, mask="causal", backward=True),
+    Attention(batch=2, heads=3, rows=11, head_dim=5, mask="window3", dtype="bfloat16"),
+    Attention(batch=3, heads=2, rows=11, head_dim=5, mask="padded"),
+    Attention(batch=2, heads=6, rows=1, head_dim=13, kv_heads=3, slots=17),
+    Module(batch=2, rows=7, embed_dim=15, heads=3, backward=True),
+    Module(batch=2, rows=7, embed_dim=15, heads=3, mask="causal"),
+)

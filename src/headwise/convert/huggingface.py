@@ -1,0 +1,246 @@
+"""The transformers plug-in: ``attn_implementation="headwise"``.
+
+``register()`` gives transformers two functions. The *mask* is that of its own ``sdpa``: a boolean tensor,
+(batch, 1, queries, keys), True where a query may attend, and None where ``is_causal`` of the module says the
+same. Models slice, pad and cache masks as tensors, and look for four dimensions, so a ``Mask`` of ours would
+not pass through all of them. The *kernel* turns what arrives into a ``Mask``, ``score_mods`` and ``sinks``,
+and takes the fastest backend that can run it.
+
+transformers is imported by ``register``, not before.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from headwise.errors import ShapeError, UnsupportedError
+from headwise.functional import attention_weights, prepare, run
+from headwise.masks import Causal, Dense, Full, Mask, Window
+from headwise.positions import Positions
+from headwise.score_mods import Bias, ScoreMod, Softcap
+
+# What models hand on to their attention and its result does not depend on: positions are in the queries and
+# keys by now, caches in the keys and values, padding in the mask.
+HARMLESS = frozenset(
+    [
+        "cache",
+        "cache_offset",
+        "cache_position",
+        "debug_io",
+        "debug_io_dir",
+        "deterministic",
+        "encoder_attention_mask",
+        "encoder_hidden_states",
+        "input_ids",
+        "inputs_embeds",
+        "key_value_states",
+        "labels",
+        "layer_idx",
+        "layer_past",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_value",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "token_type_ids",
+        "use_cache",
+    ]
+)
+# Where sequences begin that share a row. A mask says it too; without one it would be lost.
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def register(name: str = "headwise") -> None:
+    """Make headwise an attention implementation of transformers: kernel and mask at once.
+
+    Models then take ``attn_implementation="headwise"`` when they are made, or
+    ``set_attn_implementation("headwise")`` afterwards. An ``observer`` set on an attention module of the
+    model (the one that transformers passes to its kernels, such as ``BertSelfAttention``) is called as that
+    of ``MultiHeadAttention`` is. ``output_attentions=True`` returns the weights before dropout. A padding
+    query that may see nothing gets zeros.
+
+    Calling it again changes nothing.
+
+    Args:
+        name: What the implementation is called; a name of transformers' own is refused.
+
+    Raises:
+        ImportError: When transformers is not installed.
+        UnsupportedError: When the name is taken.
+
+    Example, where transformers is installed::
+
+        headwise.convert.huggingface.register()
+        model = BertModel.from_pretrained("bert-base-uncased", attn_implementation="headwise")
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError(
+            "The plug-in needs transformers 5 or newer; run: pip install 'headwise[transformers]'"
+        ) from error
+    taken = AttentionInterface().get(name, kernel)
+    if name == "eager" or taken is not kernel:
+        raise UnsupportedError(
+            f"transformers already has an attention implementation {name!r}; choose another name."
+        )
+    AttentionInterface.register(name, kernel)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def kernel(
+    module: nn.Module,
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B K S D"],
+    value: Float[Tensor, "B K S V"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
+    position_bias: Float[Tensor, "..."] | None = None,
+    **others: Any,
+) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H T S"] | None]:
+    """One call of attention, as transformers makes it.
+
+    Args:
+        module: The attention module of the model; its ``training``, ``is_causal`` and ``observer`` are read.
+        query: Queries, rotated if the model rotates.
+        key: Keys. There may be fewer heads than of queries; the first ones then share the first key head.
+        value: Values.
+        attention_mask: Boolean, True where a query may attend, or floating point, to be added; four
+            dimensions. None leaves it to ``is_causal``.
+        scaling: What dot products are multiplied by; None means 1/sqrt(D).
+        dropout: Probability that a weight is dropped, in training only.
+        is_causal: Whether no mask means a causal one; None asks the module.
+        sliding_window: The window of the layer. It is in the mask already; without a mask it is added.
+        softcap: Bound of the scores.
+        s_aux: An extra logit per head without a value (attention sinks).
+        position_bias: Added to the scores.
+        others: Known not to matter, or refused.
+
+    Returns:
+        The output, tokens before heads, and the weights if ``output_attentions`` was asked for.
+
+    Raises:
+        UnsupportedError: When an argument is not understood, or it is not clear what no mask means.
+        ShapeError: When sizes, dtypes or devices do not fit together.
+    """
+    _refuse(others, attention_mask)
+    mods: list[ScoreMod] = [] if softcap is None else [Softcap(softcap)]
+    if position_bias is not None:
+        mods.append(Bias(position_bias))
+    mask: Mask = Full()
+    queries = None
+    if attention_mask is None:
+        mask, queries = _implied(module, query.shape[-2], key.shape[-2], is_causal, sliding_window)
+    elif not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
+        shape = (
+            tuple(attention_mask.shape)
+            if isinstance(attention_mask, Tensor)
+            else type(attention_mask).__name__
+        )
+        raise ShapeError(
+            f"The model gave its attention a mask {shape}; one of four dimensions, (batch, heads or 1, "
+            "queries, keys), is expected. Was the mask made for another attention implementation?"
+        )
+    elif attention_mask.is_floating_point():
+        mods.append(Bias(attention_mask))
+    else:
+        mask = Dense(attention_mask)
+    observer: Callable[..., Tensor | None] | None = getattr(module, "observer", None)
+    dropout_p = dropout if module.training else 0.0
+    lse = "no" if observer is None else "value"
+    x = prepare(
+        query,
+        key,
+        value,
+        mask,
+        mods,
+        s_aux,
+        scaling,
+        dropout_p,
+        None,
+        queries,
+        None,
+        lse,  # type: ignore[arg-type]
+    )
+    out, found = run(x)
+    if observer is not None:
+        other = observer(x, out, found)
+        out = out if other is None else other
+    weights = None
+    if others.get("output_attentions") or _captures_weights():
+        weights = attention_weights(
+            query, key, mask=mask, score_mods=mods, sinks=s_aux, scale=scaling, query_positions=queries
+        ).to(out.dtype)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _implied(
+    module: nn.Module, rows: int, slots: int, is_causal: bool | None, window: int | None
+) -> tuple[Mask, Positions | None]:
+    """What no mask means, and where the queries then stand (None: the last with the last key)."""
+    if rows == 1 and (window is None or slots <= window):
+        return Full(), None  # the newest token sees all
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} gave no mask and does not say whether that means a causal one; set "
+            "is_causal to True or False on the module."
+        )
+    if not causal:
+        if window is not None and slots > window:
+            raise UnsupportedError(
+                f"{type(module).__name__} has a window of {window} for {slots} keys and gave no mask; pass "
+                "one, since whether the window counts the query itself is not known."
+            )
+        return Full(), None
+    mask = Causal() if window is None or slots <= window else Causal() & Window(window)
+    # several queries and more keys: an empty cache of fixed length, whose first slots were just written
+    return mask, Positions(rows) if 1 < rows < slots else None
+
+
+def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
+    for name, value in others.items():
+        if value is None or value is False or name in HARMLESS:
+            continue
+        if name in PACKED:
+            if attention_mask is None and value.numel() > 2:
+                raise UnsupportedError(
+                    f"{name} packs {value.numel() - 1} sequences into one row and there is no mask to keep "
+                    "them apart; pass position_ids that begin again with each sequence, without an attention "
+                    "mask."
+                )
+        else:
+            raise UnsupportedError(
+                f"The model passes {name}= to its attention, which headwise does not know and may not "
+                "ignore. Use attn_implementation='eager' for this model."
+            )
+
+
+def _captures_weights() -> bool:
+    """Whether transformers is collecting weights: some models (GPT-2) do not tell their attention."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    wanted = _active_collector.get()
+    return bool(wanted) and any("attentions" in name for name in wanted)

@@ -1,0 +1,59 @@
+"""What holds for every test: fixed seed, no network, no luck with uninitialised memory, no silent skip."""
+
+import os
+import socket
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports transformers
+
+import helpers
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    # under deterministic algorithms torch.empty is filled with NaN, so reading what was never written is seen
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network():
+    """Connections leave this machine for no test; its own loopback stays open."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        if self.family != getattr(socket, "AF_UNIX", None) and address[0] not in (
+            "127.0.0.1",
+            "::1",
+            "localhost",
+        ):
+            raise OSError(f"a test wanted the network: {address}")
+        return connect(self, address)
+
+    socket.socket.connect = guarded
+    yield
+    socket.socket.connect = connect
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _doctest_names(doctest_namespace):
+    doctest_namespace.update(helpers.names())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped:
+        said = getattr(report, "wasxfail", None)
+        if said is None:
+            said = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if said.removeprefix("Skipped").removeprefix(": ").strip() in ("", "unconditional skip"):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped without a reason."
+    return report

@@ -1,0 +1,435 @@
+"""The transformers plug-in against eager: hidden states, gradients, padding, caches, and what models hand over."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from helpers import assert_as_good_as, randn
+from torch import nn
+
+import headwise
+from headwise import UnsupportedError
+from headwise.convert import huggingface
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+from transformers import masking_utils  # noqa: E402
+
+V, B, T, PAD = 97, 2, 11, 3
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    huggingface.register()
+
+
+@pytest.fixture(scope="module")
+def bert():
+    """BERT of base size: 12 layers of 12 heads on 768 features, with random weights."""
+    return made(transformers.BertForMaskedLM, transformers.BertConfig(vocab_size=V, initializer_range=0.05))
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """GPT-2 with 12 layers of 12 heads, on 156 features."""
+    config = transformers.GPT2Config(
+        vocab_size=V, n_embd=156, n_positions=32, initializer_range=0.1, bos_token_id=1, eos_token_id=None
+    )
+    return made(transformers.GPT2LMHeadModel, config)
+
+
+def made(cls, config):
+    """A model in evaluation mode whose biases are not zero, and the same in float64."""
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            if name.endswith("bias"):
+                parameter.copy_(randn(*parameter.shape, seed=i, scale=0.1))
+    return model, copy.deepcopy(model).double()
+
+
+def batch(side):
+    """Tokens, attention mask, labels of real tokens, and which tokens those are."""
+    ids = torch.randint(5, V, (B, T), generator=torch.Generator().manual_seed(1))
+    real = torch.ones(B, T, dtype=torch.bool)
+    if side == "right":
+        real[1, -PAD:] = False
+    elif side == "left":
+        real[1, :PAD] = False
+    labels = ids.masked_fill(~real, -100)
+    if side == "left":
+        labels[1, PAD] = -100  # a decoder would predict it from a padding token
+    mask = None if side == "no mask" else real.long()
+    return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": mask}, labels, real
+
+
+def run(model, implementation, inputs, **more):
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == implementation
+    return model(**inputs, **more)
+
+
+@pytest.mark.parametrize("side", ["no mask", "full mask", "right", "left"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_equals_eager(family, side, request):
+    single, double = request.getfixturevalue(family)
+    inputs, labels, real = batch(side)
+    outs, grads = {}, {}
+    for name, model, implementation in (
+        ("got", single, "headwise"),
+        ("plain", single, "eager"),
+        ("want", double, "eager"),
+    ):
+        outs[name] = run(model, implementation, inputs, labels=labels, output_hidden_states=True)
+        parameters = dict(model.named_parameters())
+        found = torch.autograd.grad(outs[name].loss, list(parameters.values()))
+        grads[name] = dict(zip(parameters, found, strict=True))
+    states = {name: [h[real] for h in out.hidden_states] for name, out in outs.items()}
+    assert len(states["got"]) == 13
+    width = states["got"][0].shape[-1]
+    for i, triple in enumerate(zip(states["got"], states["want"], states["plain"], strict=True)):
+        assert_as_good_as(*triple, terms=width, what=f"hidden states {i}")
+    assert_as_good_as(outs["got"].loss, outs["want"].loss, outs["plain"].loss, terms=width)
+    # the gradient of a key bias is zero by algebra: rounding leaves something of the size of the others
+    largest = max(
+        g.abs().max().item() for name, g in grads["want"].items() if "attn" in name or "attention" in name
+    )
+    for name, grad in grads["got"].items():
+        inner = largest if name.endswith("bias") else 0.0
+        assert_as_good_as(
+            grad, grads["want"][name], grads["plain"][name], terms=B * T * width, inner=inner, what=name
+        )
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_the_registered_mask_is_used(family, side, request, monkeypatch):
+    single, double = request.getfixturevalue(family)
+    inputs, _, real = batch(side)
+
+    def check():
+        got, plain = (run(single, name, inputs).logits[real] for name in ("headwise", "eager"))
+        assert_as_good_as(got, run(double, "eager", inputs).logits[real], plain, terms=768)
+
+    mapping = masking_utils.AttentionMaskInterface._global_mapping
+    with torch.no_grad():
+        check()
+        monkeypatch.setitem(mapping, "headwise", lambda **options: None)
+        if (family, side) == ("gpt2", "right"):
+            check()  # causal tokens never see padding at the end, and no mask still means causal
+            monkeypatch.setattr(single.transformer.h[5].attn, "is_causal", False)
+        with pytest.raises(AssertionError, match="is above"):
+            check()
+
+
+def test_rows_that_see_nothing_are_zero(gpt2):
+    """Padding at the start of a causal model: its queries see no key."""
+    single, _ = gpt2
+    inputs, _, real = batch("left")
+    seen = []
+    single.transformer.h[0].attn.observer = lambda x, out, lse: seen.append((out, lse))
+    try:
+        run(single, "headwise", inputs)
+    finally:
+        del single.transformer.h[0].attn.observer
+    ((out, lse),) = seen
+    dead = ~real[:, None].expand(B, 12, T)
+    assert (out[dead] == 0).all() and (lse[dead] == -torch.inf).all() and lse[~dead].isfinite().all()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["no mask", "left"])
+def test_generates_as_eager(gpt2, side, cache):
+    single, double = gpt2
+    inputs, _, _ = batch(side)
+    static = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    found = {}
+    for name, model, implementation in (
+        ("got", single, "headwise"),
+        ("plain", single, "eager"),
+        ("want", double, "eager"),
+    ):
+        model.set_attn_implementation(implementation)
+        found[name] = model.generate(
+            **inputs, **options, **static, return_dict_in_generate=True, use_cache=True
+        )
+    assert torch.equal(found["got"].sequences, found["want"].sequences)
+    assert len(found["got"].sequences[0].unique()) > 8  # no constant answer, which would compare nothing
+    for got, want, plain in zip(*(found[name].logits for name in ("got", "want", "plain")), strict=True):
+        assert_as_good_as(got, want.double(), plain, terms=156)
+
+
+def test_a_cache_filled_in_parts(gpt2):
+    """Several queries after several cached keys: neither their first rows nor their shapes coincide."""
+    single, double = gpt2
+    inputs, _, real = batch("left")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    single.set_attn_implementation("headwise")
+    with torch.no_grad():
+        first = single(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+        second = single(input_ids=ids[:, 6:], attention_mask=mask, cache=first.cache, use_cache=True)
+        got = torch.cat([first.logits, second.logits], 1)[real]
+        want, plain = (run(model, "eager", inputs).logits[real] for model in (double, single))
+    assert_as_good_as(got, want, plain, terms=156)
+
+
+def test_observer(bert):
+    """It sees the complete call, and may return another output, as that of MultiHeadAttention."""
+    single, _ = bert
+    inputs, _, real = batch("right")
+    attention = single.bert.encoder.layer[4].attention.self
+    before = run(single, "headwise", inputs).logits
+    calls = []
+    try:
+        attention.observer = lambda x, out, lse: calls.append((x, out, lse))
+        assert torch.equal(run(single, "headwise", inputs).logits[real], before[real])
+        ((x, out, lse),) = calls
+        assert isinstance(x, headwise.Inputs) and x.query.shape == (B, 12, T, 64)
+        assert out.shape == x.query.shape and lse.shape == (B, 12, T)
+        assert torch.equal(x.allowed().expand(B, 12, T, T)[:, 0, 0], real)
+        attention.observer = lambda x, out, lse: torch.zeros_like(out)
+        silenced = run(single, "headwise", inputs).logits
+    finally:
+        del attention.observer
+    hook = attention.register_forward_hook(lambda module, args, output: (torch.zeros_like(output[0]), None))
+    try:
+        assert torch.equal(silenced[real], run(single, "headwise", inputs).logits[real])
+    finally:
+        hook.remove()
+    assert not torch.equal(silenced, before)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_returns_weights_when_asked(family, request):
+    single, double = request.getfixturevalue(family)
+    inputs, _, real = batch("right")
+    with torch.no_grad():
+        got, plain = (
+            run(single, name, inputs, output_attentions=True).attentions for name in ("headwise", "eager")
+        )
+        want = run(double, "eager", inputs, output_attentions=True).attentions
+    assert len(got) == 12
+    for mine, exact, theirs in zip(got, want, plain, strict=True):
+        mine, exact, theirs = (w.transpose(1, 2)[real] for w in (mine, exact, theirs))
+        assert_as_good_as(mine, exact, theirs, terms=768)
+    assert run(single, "headwise", inputs).attentions is None
+
+
+def test_trains_with_dropout(gpt2):
+    single, _ = gpt2
+    model = copy.deepcopy(single).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    inputs, labels, _ = batch("right")
+    still = [run(model, "headwise", inputs, labels=labels).loss for _ in range(2)]
+    assert torch.equal(*still)
+    for block in model.transformer.h:
+        block.attn.attn_dropout.p = 0.5
+    losses = [run(model, "headwise", inputs, labels=labels).loss for _ in range(2)]
+    assert not torch.equal(*losses)
+    losses[0].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert torch.equal(run(model.eval(), "headwise", inputs, labels=labels).loss, still[0])
+
+
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+
+
+def _encoder_decoder(inputs):
+    return {**inputs, "decoder_input_ids": inputs["input_ids"][:, :7]}
+
+
+# What each family adds: grouped heads, windows, a cap, sinks, biases, cross-attention, no mask at all.
+FAMILIES = {
+    "grouped heads": ("LlamaModel", "LlamaConfig", SMALL),
+    "window": ("MistralModel", "MistralConfig", SMALL | {"sliding_window": 4}),
+    "wide window": ("MistralModel", "MistralConfig", SMALL | {"sliding_window": 64}),
+    "softcap": (
+        "Gemma2Model", "Gemma2Config",
+        SMALL | {"sliding_window": 4, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
+    ),
+    "sinks": (
+        "GptOssModel", "GptOssConfig", SMALL | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "bidirectional window": (
+        "ModernBertModel", "ModernBertConfig",
+        SMALL | {"local_attention": 6, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "position bias and cross-attention": (
+        "T5Model", "T5Config",
+        {"vocab_size": V, "d_model": 48, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6,
+         "decoder_start_token_id": 0, "initializer_factor": 1.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["no mask", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family, side):
+    model_name, config_name, options = FAMILIES[family]
+    options = dict(options)
+    config = getattr(transformers, config_name)(**options)
+    single, double = made(getattr(transformers, model_name), config)
+    inputs, _, real = batch(side)
+    if family.startswith("position bias"):
+        inputs, real = _encoder_decoder(inputs), torch.ones(B, 7, dtype=torch.bool)
+    with torch.no_grad():
+        got, plain = (run(single, name, inputs)[0][real] for name in ("headwise", "eager"))
+        want = run(double, "eager", inputs)[0][real]
+    assert_as_good_as(got, want.double(), plain, terms=48)
+
+
+def test_images_without_a_mask():
+    config = transformers.ViTConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        intermediate_size=40,
+        image_size=12,
+        patch_size=4,
+    )
+    single, double = made(transformers.ViTModel, config)
+    pixels = randn(B, 3, 12, 12)
+    with torch.no_grad():
+        got, plain = (run(single, name, {"pixel_values": pixels})[0] for name in ("headwise", "eager"))
+        want = run(double, "eager", {"pixel_values": pixels.double()})[0]
+    assert_as_good_as(got, want, plain, terms=48)
+
+
+def test_packed_sequences_stay_apart():
+    """Positions that begin again tell transformers where a sequence begins; its mask tells the kernel."""
+    single, double = made(transformers.LlamaModel, transformers.LlamaConfig(**SMALL))
+    ids = batch("no mask")[0]["input_ids"]
+    inputs = {
+        "input_ids": ids,
+        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]).expand(B, -1),
+    }
+    with torch.no_grad():
+        got, plain = (run(single, name, inputs, use_cache=False)[0] for name in ("headwise", "eager"))
+        want = run(double, "eager", inputs, use_cache=False)[0]
+        alone = run(double, "eager", {"input_ids": ids[:, 4:]}, use_cache=False)[0]
+    assert_as_good_as(got, want.double(), plain, terms=48)
+    assert_as_good_as(got[:, 4:], alone.double(), plain[:, 4:], terms=48)
+
+
+class Attention(nn.Module):
+    """What transformers hands to a kernel, at its barest."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def call(module=None, mask=None, rows=5, slots=5, **options):
+    module = Attention(is_causal=True) if module is None else module
+    query, key, value = (randn(B, n, count, 13, seed=n) for n, count in ((6, rows), (3, slots), (3, slots)))
+    options.setdefault("is_causal", None)
+    return huggingface.kernel(module, query, key, value, mask, **options), (query, key, value)
+
+
+def test_what_no_mask_means():
+    (got, weights), x = call()
+    assert weights is None and got.shape == (B, 5, 6, 13) and got.is_contiguous()
+    causal = headwise.attention(*x, mask=headwise.Causal()).transpose(1, 2)
+    full = headwise.attention(*x).transpose(1, 2)
+    assert torch.equal(got, causal) and not torch.equal(causal, full)
+    assert torch.equal(call(is_causal=False)[0][0], full)
+    assert torch.equal(call(Attention(is_causal=False))[0][0], full)
+    # one new token sees everything that is cached; several see the first slots of an empty cache of fixed length
+    (got, _), x = call(rows=1, slots=7)
+    assert torch.equal(got, headwise.attention(*x).transpose(1, 2))
+    (got, _), (query, key, value) = call(rows=5, slots=7)
+    early = headwise.attention(query, key[..., :5, :], value[..., :5, :], mask=headwise.Causal())
+    assert torch.equal(got, early.transpose(1, 2))
+
+
+def test_a_window_without_a_mask():
+    for rows, slots, window in ((7, 7, 3), (1, 7, 3)):
+        (got, _), x = call(rows=rows, slots=slots, sliding_window=window)
+        want = headwise.attention(*x, mask=headwise.Causal() & headwise.Window(window)).transpose(1, 2)
+        assert torch.equal(got, want)
+    assert torch.equal(call(sliding_window=5)[0][0], call()[0][0])
+
+
+def test_order_of_cap_bias_and_mask():
+    bias, added = (
+        randn(1, 6, 5, 5, seed=8),
+        randn(B, 1, 5, 5, seed=9).masked_fill(torch.eye(5).bool(), -torch.inf),
+    )
+    sinks = randn(6, seed=10)
+    (got, weights), (query, key, value) = call(
+        mask=added, softcap=0.7, position_bias=bias, s_aux=sinks, scaling=0.4, output_attentions=True
+    )
+    scores = (
+        0.7 * torch.tanh(query.double() @ key.double().repeat_interleave(2, 1).mT * 0.4 / 0.7) + bias + added
+    )
+    scores = torch.cat([scores, sinks.double()[:, None, None].expand(B, 6, 5, 1)], -1)
+    want = scores.softmax(-1)[..., :-1]
+    assert_as_good_as(weights, want, terms=13)
+    assert_as_good_as(got, (want @ value.double().repeat_interleave(2, 1)).transpose(1, 2), terms=13)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"indices": torch.zeros(1)}, "passes indices= .* may not ignore"),
+        ({"something_new": 3}, "passes something_new="),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "cu_seq_lens_q packs 2 sequences"),
+        ({"module": Attention()}, "Attention gave no mask .* set is_causal"),
+        ({"is_causal": False, "sliding_window": 3}, "window of 3 for 5 keys"),
+        ({"mask": torch.ones(B, 5, dtype=torch.bool)}, r"a mask \(2, 5\); one of four dimensions"),
+        ({"mask": "causal"}, "a mask str; one of four dimensions"),
+        ({"mask": torch.ones(B, 1, 5, 5, dtype=torch.int64)}, "dtype torch.int64"),
+        ({"mask": torch.ones(B, 1, 5, 4, dtype=torch.bool)}, r"\(2, 1, 5, 4\) does not fit"),
+    ],
+)
+def test_what_is_not_understood_is_refused(options, text):
+    with pytest.raises(headwise.AttentionError, match=text):
+        call(**options)
+
+
+def test_what_does_not_matter_is_known():
+    options = dict.fromkeys(huggingface.HARMLESS - {"output_attentions"}, 1) | {
+        "indices": None, "something_new": False, "cu_seq_lens_q": torch.tensor([0, 5]),
+    }  # fmt: skip
+    assert torch.equal(call(**options)[0][0], call()[0][0])
+    mask = torch.ones(B, 1, 5, 5, dtype=torch.bool)
+    packed = call(mask=mask, cu_seq_lens_q=torch.tensor([0, 2, 5]))[0][0]
+    assert torch.equal(packed, call(mask=mask)[0][0])
+
+
+def test_registering_again_and_under_other_names():
+    huggingface.register()
+    huggingface.register("headwise_too")
+    interface = transformers.AttentionInterface()
+    assert interface["headwise"] is interface["headwise_too"] is huggingface.kernel
+    for name in ("eager", "sdpa"):
+        with pytest.raises(UnsupportedError, match=f"already has an attention implementation '{name}'"):
+            huggingface.register(name)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'headwise\[transformers\]'"):
+        huggingface.register()
+
+
+def test_importing_does_not_import_transformers():
+    import subprocess
+
+    code = "import sys, headwise.convert; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,101 @@
+"""Every error text of the core has a line in the table of wrong calls, or here."""
+
+import ast
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from test_bad_calls import B, H, ROWS, D, S, T, V, key, query, value
+
+import headwise
+from headwise import (
+    Backend,
+    Causal,
+    Dense,
+    Mask,
+    MultiHeadAttention,
+    Padding,
+    Positions,
+    RotaryEmbedding,
+    ShapeError,
+    Softcap,
+    UnsupportedError,
+    Window,
+    attention,
+    attention_weights,
+    draw,
+    parse,
+)
+
+pytestmark = pytest.mark.plain
+
+CORE = Path(headwise.__file__).parent
+MODULES = (
+    "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches", "checks",
+    "errors", "functional", "masks", "notation", "philox", "positions", "rotary", "score_mods", "spans",
+)  # fmt: skip
+
+# Texts that the table cannot reach, each with what raises it.
+MORE = (
+    ("a text that is no string", lambda: parse(None), ShapeError),
+    ("a text that is too long", lambda: parse("x" * 20_000), ShapeError),
+    ("a text that is nested too deeply", lambda: parse("&".join(["Causal()"] * 1000)), ShapeError),
+)
+
+
+def raised_in(path):
+    """The statements of a module that raise one of headwise's errors, by their first line, with the last."""
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = getattr(node.exc.func, "id", "")
+            assert name.endswith("Error"), f"{path.name}:{node.lineno} raises {name}"
+            found[node.lineno] = node.end_lineno
+    return found
+
+
+def places_reached():
+    """File and line of the statement behind each error of the tables."""
+    reached = set()
+    for name, made, kind, *_ in (*ROWS, *MORE):
+        try:
+            made()
+        except kind as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            reached.add((Path(last.filename), last.lineno))
+        else:
+            pytest.fail(f"{name} passed")
+    return reached
+
+
+def test_every_error_of_the_core_is_seen():
+    reached = places_reached()
+    unseen = []
+    for module in MODULES:
+        path = CORE / f"{module}.py"
+        for first, last in raised_in(path).items():
+            if not any(file == path and first <= line <= last for file, line in reached):
+                unseen.append(f"{path.relative_to(CORE)}:{first}")
+    assert not unseen, f"errors that no table reaches: {', '.join(unseen)}"
+
+
+def test_the_core_is_listed_whole():
+    """A module that raises errors and is in neither list would go unnoticed."""
+    named = {CORE / f"{module}.py" for module in MODULES}
+    assert all(path.exists() for path in named)
+    assert {path for path in (CORE / "backends").glob("*.py")} <= named
+
+
+def test_the_three_texts_of_the_design():
+    """Their form is the model of all others: what is wrong, with both numbers, and what to do."""
+    with pytest.raises(ShapeError, match=r"^6 query heads cannot share 4 key heads evenly\.$"):
+        MultiHeadAttention(12, 6, num_kv_heads=4)
+    with pytest.raises(ShapeError, match=r"^A window of 0 tokens lets no query see anything; give at least 1\.$"):
+        Window(0)
+    with pytest.raises(UnsupportedError) as caught:
+        attention(query, key, value, score_mods=[Softcap(2.0)], backend="sdpa")
+    able = ", ".join(b.name for b in headwise.BACKENDS if b.name != "sdpa")
+    assert str(caught.value) == (
+        f"Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: {able}."
+    )
