@@ -103,9 +103,7 @@ def sdpa_as_called(problem: Problem) -> Step:
     grouped = query.shape[1] != key.shape[1]
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(
-            query, key, value, bias, is_causal=is_causal, enable_gqa=grouped
-        )
+        return F.scaled_dot_product_attention(query, key, value, bias, is_causal=is_causal, enable_gqa=grouped)
 
     return _step(problem, forward, problem.inputs)
 
@@ -192,9 +190,7 @@ def headwise_module(problem: Problem) -> Step:
     with torch.set_grad_enabled(problem.case.backward):
         layer(tokens, mask=problem.mask)
     layer.observer = None
-    return _step(
-        problem, lambda: layer(tokens, mask=problem.mask), [tokens, *given], f"backend {backends[0]}"
-    )
+    return _step(problem, lambda: layer(tokens, mask=problem.mask), [tokens, *given], f"backend {backends[0]}")
 
 
 # The first of each is what the others are compared with in the check of the run itself.

@@ -56,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path, help="a file that benchmarks.run wrote")
     parser.add_argument("other", type=Path, nargs="?", help="a later one to compare it with")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FIGURE", help="draw the ratios of FILE: .png, .svg or .pdf"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FIGURE", help="draw the ratios of FILE: .png, .svg or .pdf")
     options = parser.parse_args(argv)
     try:
         runs = [read(path) for path in (options.file, options.other) if path is not None]
@@ -181,13 +179,9 @@ def comparison(run: list[Record], other: list[Record]) -> str:
             continue
         change[name].append(times[0] / times[1])
         rows.append([case, name, *(f"{t * 1e3:.3f}" for t in times), f"{times[0] / times[1]:.2f}"])
-    rows += [
-        ["geometric mean", name, "", "", f"{geometric_mean(found):.2f}"] for name, found in change.items()
-    ]
+    rows += [["geometric mean", name, "", "", f"{geometric_mean(found):.2f}"] for name, found in change.items()]
     differs = [
-        f"  {key}: {run[0].get(key)} and {other[0].get(key)}"
-        for key in SAME
-        if run[0].get(key) != other[0].get(key)
+        f"  {key}: {run[0].get(key)} and {other[0].get(key)}" for key in SAME if run[0].get(key) != other[0].get(key)
     ]
     parts = ["First: " + heading(run), "Other: " + heading(other), _aligned(rows)]
     parts += ["\n".join(["Timed in one alone:", *lone])] if lone else []
@@ -257,9 +251,7 @@ def heading(run: list[Record]) -> str:
 def closing(run: list[Record]) -> str:
     """Whether the run counts."""
     found = verdict(run)
-    return (
-        "VOID: the run was broken off before it was compared with itself." if found is None else told(found)
-    )
+    return "VOID: the run was broken off before it was compared with itself." if found is None else told(found)
 
 
 def _place(ratio: Ratio, every: list[Ratio]) -> float:

@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="*", metavar="GLOB", help="names of cases, such as 'decode/*'")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes: shows that all runs, times mean nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: shows that all runs, times mean nothing")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples a competitor and case (default 15)")
     parser.add_argument(
         "--output",
@@ -95,9 +93,7 @@ def refuse(why: str) -> int:
     return 2
 
 
-def run(
-    cases: Sequence[Case], repeats: int, sample_s: float, sink: TextIO | None, quick: bool = False
-) -> bool:
+def run(cases: Sequence[Case], repeats: int, sample_s: float, sink: TextIO | None, quick: bool = False) -> bool:
     """Measure all, print each figure and write it as a line; whether the run is void."""
     shared = {**environment(), "quick": quick}
 
@@ -199,9 +195,7 @@ def compare(
     for name, got, want, close in zip(names, flat.split(sizes), exact, nearly, strict=True):
         worst = max(worst, (got.double() - want.flatten()).abs().max().item())
         try:
-            _helpers().assert_as_good_as(
-                got, want.flatten(), close.flatten(), terms=problem.case.terms, what=name
-            )
+            _helpers().assert_as_good_as(got, want.flatten(), close.flatten(), terms=problem.case.terms, what=name)
         except AssertionError as error:
             unequal = unequal or str(error)
     return (worst if math.isfinite(worst) else None), unequal
@@ -245,9 +239,7 @@ def interleave(
         call()
         once = _seconds(call, 1)
         inner[name] = max(1, math.ceil(sample_s / max(once, 1e-7)))
-        inner[name] = max(
-            1, math.ceil(inner[name] * sample_s / max(_seconds(call, inner[name]), sample_s / 10))
-        )
+        inner[name] = max(1, math.ceil(inner[name] * sample_s / max(_seconds(call, inner[name]), sample_s / 10)))
     order, draw = list(calls), random.Random(0)
     for _ in range(repeats):
         draw.shuffle(order)
@@ -309,9 +301,7 @@ def told(verdict: Record) -> str:
     text = f"Against itself: {ratio} on {verdict['case']}."
     if verdict["others_share"] is not None:
         text += f" Other processes had {verdict['others_share']:.0%} of the processor."
-    return (
-        f"{text}\nVOID: {verdict['why_void']}. Run it again on a quiet machine." if verdict["void"] else text
-    )
+    return f"{text}\nVOID: {verdict['why_void']}. Run it again on a quiet machine." if verdict["void"] else text
 
 
 def busy() -> tuple[float, float, float] | None:

@@ -97,6 +97,7 @@ def probe(python, environ=None):
             check=False,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            cwd=str(ROOT),  # a json.py where the user stands is not ours
             env=environ,
             timeout=60,
         )
@@ -128,7 +129,7 @@ def find_python(reuse_torch, environ):
     """The first usable Python: the running one, then the named ones on PATH from new to old."""
     names = [f"python3.{minor}" for minor in range(NEWEST[1], OLDEST[1] - 1, -1)]
     commands = [sys.executable] + [shutil.which(name) for name in [*names, "python3", "python"]]
-    reasons = []
+    reasons = {}  # by interpreter, as several names may lead to one
     for command in dict.fromkeys(filter(None, commands)):
         found = probe(command, environ)
         if found is None:
@@ -136,10 +137,10 @@ def find_python(reuse_torch, environ):
         reason = why_not(found, reuse_torch)
         if reason is None:
             return found
-        line = "  {} (Python {}): {}.".format(command, ".".join(map(str, found["version"])), reason)
-        reasons += [] if line in reasons else [line]
+        version = ".".join(map(str, found["version"]))
+        reasons.setdefault(os.path.realpath(found["path"]), f"  {command} (Python {version}): {reason}.")
     last = "Put one that can on PATH and run this again."
-    raise Problem("\n".join(["No Python here can be used.", *reasons, last]))
+    raise Problem("\n".join(["No Python here can be used.", *reasons.values(), last]))
 
 
 # --- the environment of child processes
@@ -247,8 +248,8 @@ PIP_FAILURES = [
     (r"\[Errno 28\]|No space left", "The disk is full. Make room and run this again."),
     (r"\[Errno (?:13|30)\]", "pip could not write; the path is above."),
     (
-        r"connection error|NameResolutionError|name resolution|TimeoutError|Timeout\b|ProxyError|SSLError|"
-        r"CERTIFICATE_VERIFY_FAILED|Connection (?:refused|reset)",
+        r"[Cc]onnection ?[Ee]rror|NameResolutionError|name resolution|TimeoutError|Timeout\b|ProxyError|"
+        r"SSLError|CERTIFICATE_VERIFY_FAILED|Connection (?:refused|reset)",
         "pip could not reach its package index. Check the network and pip's settings (PIP_INDEX_URL, "
         "PIP_PROXY, PIP_CERT, or PIP_FIND_LINKS for wheels on disk), and run this again.",
     ),
@@ -307,7 +308,7 @@ def prepare_venv(stamp, reuse_torch, environ):
         stamp = {"created": True, "reuse_torch": reuse_torch}
         write_stamp(stamp)  # from here on an interruption is noticed
         options = ["--system-site-packages"] if reuse_torch else []
-        if subprocess.call([python["path"], "-m", "venv", *options, str(VENV)], env=environ):
+        if subprocess.call([python["path"], "-m", "venv", *options, str(VENV)], cwd=str(ROOT), env=environ):
             raise Problem("Python could not make the environment .venv; its message is above.")
         if reuse_torch and not probe(VENV_PYTHON, environ)["torch"]:
             # That Python is itself in a virtual environment, whose packages a new one does not see.
@@ -373,9 +374,7 @@ def ensure(extras, reuse_torch, environ):
             if status > 0:  # pip gave up by itself, so what was installed before is still whole
                 write_stamp(stamp)
             log = PIP_LOG.read_text(errors="replace") if PIP_LOG.exists() else ""
-            raise Problem(
-                f"Installing failed (pip's status is {status}). {advice(log)}\nAll it said: {PIP_LOG}"
-            )
+            raise Problem(f"Installing failed (pip's status is {status}). {advice(log)}\nAll it said: {PIP_LOG}")
         write_stamp(dict(stamp, finished=True, extras=extras, fingerprint=fingerprint(ROOT)))
         say("Set up.")
 
@@ -411,19 +410,7 @@ FORMAT = ["ruff", "format", "--check", "."]
 LINT = ["ruff", "check", "."]
 TYPES = ["mypy"]
 # -E: from scratch, as pages that did not change would keep their warnings to themselves
-DOCS = [
-    "sphinx",
-    "-W",
-    "--keep-going",
-    "-q",
-    "-E",
-    "-b",
-    "html",
-    "-d",
-    "build/doctrees",
-    "docs",
-    "build/docs",
-]
+DOCS = shlex.split("sphinx -W --keep-going -q -E -b html -d build/doctrees docs build/docs")
 
 
 def check(steps, environ):
@@ -470,9 +457,7 @@ def main(arguments):
     if command == "look":
         # -P: a folder called headwise or torch where the user stands is not ours
         look = ["look", "--model", "minilm", "--png", "heads.png", *extra]
-        return subprocess.call(
-            [str(VENV_PYTHON), "-P", "-m", "headwise", *look], env=look_environment(os.environ)
-        )
+        return subprocess.call([str(VENV_PYTHON), "-P", "-m", "headwise", *look], env=look_environment(os.environ))
     if command in {"test", "test-all"}:
         return test(command == "test-all", extra, environ)
     if command in {"check", "docs"}:

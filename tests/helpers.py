@@ -38,9 +38,9 @@ def assert_as_good_as(
         plain: The same by the plain formula, computed in float32 and rounded once to the dtype of ``got``.
             Without it only the rounding term is allowed, which is the rule for float64.
         terms: Number of terms in the longest sum behind one number of the result (keys, head size, queries).
-        inner: Size of the largest single term, where a sum may cancel, or where an algorithm must round its
-            terms to the dtype because matrix units take them so (the gradient of a score, in a backward). For
-            forward results leave it at 0.
+        inner: Size of the terms, the root of the sum of their squares, where a sum may cancel, or where an
+            algorithm must round its terms to the dtype because matrix units take them so (the gradient of a
+            score, in a backward). For forward results leave it at 0.
         what: Said in the failure.
     """
     assert want64.dtype == torch.float64, f"{what}: the value to compare with is {want64.dtype}, not float64"
@@ -72,9 +72,7 @@ def assert_as_good_as(
     )
 
 
-def assert_published(
-    got: Tensor, published: Tensor | Sequence, *, rtol: float, atol: float, source: str
-) -> None:
+def assert_published(got: Tensor, published: Tensor | Sequence, *, rtol: float, atol: float, source: str) -> None:
     """Fail unless ``got`` equals numbers that somebody published, at the tolerance that the publisher states.
 
     ``source`` says where they are printed, and whether the tolerance is stated there or the digits printed.
@@ -127,9 +125,7 @@ def plain_attention(
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
     """Normal numbers that depend on the seed and shape alone, the same in every dtype up to its rounding."""
-    made = torch.Generator().manual_seed(
-        1_000_003 * seed + sum(n * 7919**i for i, n in enumerate(shape)) % 999_983
-    )
+    made = torch.Generator().manual_seed(1_000_003 * seed + sum(n * 7919**i for i, n in enumerate(shape)) % 999_983)
     return (torch.randn(*shape, generator=made, dtype=torch.float64) * scale).to(dtype)
 
 

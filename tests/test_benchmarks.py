@@ -213,6 +213,7 @@ def test_work_and_traffic_of_known_sizes():
     assert problem.work == 4 * 2 * 3 * 28 * 5
     assert problem.traffic == 4 * (2 * 3 * 7 * 5) * 4
     assert BACKWARD.problem().work == 3 * 4 * 2 * 3 * 49 * 5
+    assert BACKWARD.problem().traffic == 3 * problem.traffic
     # attention of 3 heads of 5 dimensions, and four projections
     assert MODULE.problem().work == 3 * (4 * 2 * 3 * 49 * 5 + 4 * 2 * 2 * 7 * 15 * 15)
 

@@ -32,7 +32,7 @@ def checkout(tmp_path):
 
 
 def python(version=(3, 11, 2), venv=True, torch=None):
-    return {"version": list(version), "venv": venv, "torch": torch}
+    return {"path": sys.executable, "version": list(version), "venv": venv, "torch": torch}
 
 
 def test_probe_describes_the_running_python(dev):
@@ -54,9 +54,7 @@ def test_why_not_a_python(dev):
     assert dev.why_not(python((3, 14, 1)), reuse_torch=False) is None
     assert dev.why_not(python((3, 10, 13)), reuse_torch=False) == "headwise needs Python 3.11 to 3.14"
     assert dev.why_not(python((3, 15, 0)), reuse_torch=False) == "headwise needs Python 3.11 to 3.14"
-    assert dev.why_not(python((3, 12, 3), venv=False), reuse_torch=False).endswith(
-        "apt install python3.12-venv"
-    )
+    assert dev.why_not(python((3, 12, 3), venv=False), reuse_torch=False).endswith("apt install python3.12-venv")
 
 
 def test_why_not_reuse_a_torch(dev):

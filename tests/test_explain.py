@@ -35,7 +35,7 @@ from headwise.backends import choose
 from headwise.backends.base import Backend
 from headwise.caches import KVCache
 from headwise.explain import amount, details, explain
-from headwise.lint import called, lint, look_at
+from headwise.lint import called, lint_mask, look_at
 
 B, T, S, E, H, K, D, V = 2, 7, 11, 10, 15, 3, 4, 5
 
@@ -54,9 +54,7 @@ def step(found, name):
 
 
 def test_the_steps_of_a_layer_in_order():
-    layer = make(
-        rotary=RotaryEmbedding(D), q_norm=torch.nn.RMSNorm(D), sinks=True, dropout_p=0.25, mask=Causal()
-    )
+    layer = make(rotary=RotaryEmbedding(D), q_norm=torch.nn.RMSNorm(D), sinks=True, dropout_p=0.25, mask=Causal())
     found = explain(layer, *tokens(), score_mods=[Softcap(3.0), ALiBi(H)])
     assert [s.name for s in found.steps] == [
         *("project q", "project k", "project v", "split q", "split k", "split v"),
@@ -254,7 +252,7 @@ def test_a_cache_is_explained_and_not_filled():
     assert (found.sizes["T"], found.sizes["S"]) == (3, T + 3)
     assert [s.name for s in found.steps][:3] == ["project q", "project k", "project v"]
     layer(randn(B, T, E), cache=cache)
-    with pytest.raises(UnsupportedError, match="fill it under torch.no_grad"):
+    with pytest.raises(UnsupportedError, match="fill it under torch"):
         explain(layer, randn(B, 3, E), cache=cache)
 
 
@@ -280,7 +278,7 @@ def test_what_cannot_be_explained():
     with pytest.raises(ShapeError, match="explain takes a MultiHeadAttention or the queries first, not str"):
         explain("layer")
     query = randn(B, H, T, D)
-    with pytest.raises(ShapeError, match="A dropout probability of 1.0 is outside"):
+    with pytest.raises(ShapeError, match="A dropout probability of"):
         explain(query, query, query, dropout_p=1.0)
 
 
@@ -330,9 +328,7 @@ def test_a_mask_is_counted_right_with_and_without_its_spans(case, name, monkeypa
     call = SMALL[name]
     mask = case.make(call).bind(call.batch, call.heads, call.queries, call.keys)
     want = case.dense(call)
-    monkeypatch.setattr(
-        "headwise.lint.BLOCK", 1 + 2 * call.batch * call.heads * call.slots
-    )  # two rows at a time
+    monkeypatch.setattr("headwise.lint.BLOCK", 1 + 2 * call.batch * call.heads * call.slots)  # two rows at a time
     plain = CustomMask(mask.allowed)
     for each in (mask, plain):
         found = look_at(each, call.batch, call.heads, call.queries, call.keys)
@@ -343,7 +339,7 @@ def test_a_mask_is_counted_right_with_and_without_its_spans(case, name, monkeypa
 
 def kinds(mask, rows=5, slots=5, batch=2, heads=3):
     at, of = Positions(rows, start=slots - rows), Positions(slots)
-    return [found.kind for found in lint(mask.bind(batch, heads, at, of), batch, heads, at, of)]
+    return [found.kind for found in lint_mask(mask.bind(batch, heads, at, of), batch, heads, at, of)]
 
 
 LOWER = torch.ones(5, 5).tril() > 0
@@ -402,7 +398,7 @@ def test_lints_say_both_numbers_and_what_to_do():
     at = Positions(5)
 
     def said(mask, kind):
-        return next(x.text for x in lint(mask.bind(2, 3, at, at), 2, 3, at, at) if x.kind == kind)
+        return next(x.text for x in lint_mask(mask.bind(2, 3, at, at), 2, 3, at, at) if x.kind == kind)
 
     assert said(Causal() & Window(7), "no effect") == (
         "Window(7) changes nothing: 90 pairs are allowed with it and 90 without. Leave it out, or check its "
@@ -417,8 +413,8 @@ def test_lints_say_both_numbers_and_what_to_do():
         "If that is not meant, let each query see itself: mask | Window(1)."
     )
     assert said(Dense(~LOWER), "polarity") == (
-        "Dense(tensor) hides the own token of all 5 queries and shows 60 of 150 pairs. True means may attend; "
-        "if True hides in your tensor, write Dense(~mask)."
+        "Dense(tensor) hides the own token of all 5 queries and shows 60 of 150 pairs. True means may "
+        "attend; if True hides in your tensor, write Dense(~mask)."
     )
     assert "4 of 10 keys" in said(Padding(torch.tensor([[False] * 3 + [True] * 2] * 2)), "polarity")
     assert "written as 25 booleans" in said(Dense(LOWER), "dense causal")
@@ -428,9 +424,7 @@ def test_lints_say_both_numbers_and_what_to_do():
 
 
 def test_a_mask_is_called_by_its_name_without_its_numbers():
-    assert (
-        called(Causal() & (Window(3) | Padding([2, 3]))) == "Causal() & (Window(3) | Padding(lengths=tensor))"
-    )
+    assert called(Causal() & (Window(3) | Padding([2, 3]))) == "Causal() & (Window(3) | Padding(lengths=tensor))"
     assert called(Dense(torch.ones(40, 40) > 0)) == "Dense(tensor)"
     assert called(Dense(torch.ones(0, 3) > 0)) == "Dense(tensor)"
     assert " at 0x" not in called(CustomMask(lambda b, h, q, k: k <= q))

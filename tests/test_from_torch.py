@@ -143,9 +143,7 @@ def test_a_float_mask_passes_its_gradient():
     mask, score_mods = from_torch_masks(attn_mask, num_heads=H)
     assert [type(mod) for mod in score_mods] == [Bias]
     x = inputs(module)
-    (grad,) = torch.autograd.grad(
-        from_torch(module)(*x, mask=mask, score_mods=score_mods).square().sum(), attn_mask
-    )
+    (grad,) = torch.autograd.grad(from_torch(module)(*x, mask=mask, score_mods=score_mods).square().sum(), attn_mask)
     (want,) = torch.autograd.grad(module(*x, attn_mask=attn_mask)[0].square().sum(), attn_mask)
     assert_as_good_as(grad, want, terms=TERMS * E, inner=want.abs().max().item())
 

@@ -15,7 +15,7 @@ from headwise.convert import huggingface
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import masking_utils  # noqa: E402
 
-V, B, T, PAD = 97, 2, 11, 3
+V, B, T, PAD = 97, 3, 7, 2
 
 
 @pytest.fixture(autouse=True)
@@ -24,24 +24,30 @@ def _registered():
 
 
 @pytest.fixture(scope="module")
-def bert():
+def bert_base():
     """BERT of base size: 12 layers of 12 heads on 768 features, with random weights."""
-    return made(transformers.BertForMaskedLM, transformers.BertConfig(vocab_size=V, initializer_range=0.05))
+    return made("BertForMaskedLM", "BertConfig", {"vocab_size": V, "initializer_range": 0.05})
 
 
 @pytest.fixture(scope="module")
 def gpt2():
     """GPT-2 with 12 layers of 12 heads, on 156 features."""
-    config = transformers.GPT2Config(
-        vocab_size=V, n_embd=156, n_positions=32, initializer_range=0.1, bos_token_id=1, eos_token_id=None
-    )
-    return made(transformers.GPT2LMHeadModel, config)
+    options = {"n_embd": 156, "n_positions": 32, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": None}
+    return made("GPT2LMHeadModel", "GPT2Config", {"vocab_size": V} | options)
 
 
-def made(cls, config):
+@pytest.fixture(scope="module")
+def bert():
+    """A small BERT."""
+    options = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+    return made("BertForMaskedLM", "BertConfig", options)
+
+
+def made(model_name, config_name, options):
     """A model in evaluation mode whose biases are not zero, and the same in float64."""
     torch.manual_seed(0)
-    model = cls._from_config(config, attn_implementation="eager").eval()
+    config = getattr(transformers, config_name)(**options)
+    model = getattr(transformers, model_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for i, (name, parameter) in enumerate(model.named_parameters()):
             if name.endswith("bias"):
@@ -49,19 +55,15 @@ def made(cls, config):
     return model, copy.deepcopy(model).double()
 
 
-def batch(side):
-    """Tokens, attention mask, labels of real tokens, and which tokens those are."""
+def batch(padding):
+    """Tokens with their attention mask, and which of them are real. Padded: row 1 at the end, row 2 at the start."""
     ids = torch.randint(5, V, (B, T), generator=torch.Generator().manual_seed(1))
     real = torch.ones(B, T, dtype=torch.bool)
-    if side == "right":
+    if padding == "padded":
         real[1, -PAD:] = False
-    elif side == "left":
-        real[1, :PAD] = False
-    labels = ids.masked_fill(~real, -100)
-    if side == "left":
-        labels[1, PAD] = -100  # a decoder would predict it from a padding token
-    mask = None if side == "no mask" else real.long()
-    return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": mask}, labels, real
+        real[2, :PAD] = False
+    mask = None if padding == "no mask" else real.long()
+    return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": mask}, real
 
 
 def run(model, implementation, inputs, **more):
@@ -70,132 +72,130 @@ def run(model, implementation, inputs, **more):
     return model(**inputs, **more)
 
 
-@pytest.mark.parametrize("side", ["no mask", "full mask", "right", "left"])
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_equals_eager(family, side, request):
-    single, double = request.getfixturevalue(family)
-    inputs, labels, real = batch(side)
-    outs, grads = {}, {}
-    for name, model, implementation in (
-        ("got", single, "headwise"),
-        ("plain", single, "eager"),
-        ("want", double, "eager"),
-    ):
-        outs[name] = run(model, implementation, inputs, labels=labels, output_hidden_states=True)
-        parameters = dict(model.named_parameters())
-        found = torch.autograd.grad(outs[name].loss, list(parameters.values()))
-        grads[name] = dict(zip(parameters, found, strict=True))
-    states = {name: [h[real] for h in out.hidden_states] for name, out in outs.items()}
-    assert len(states["got"]) == 13
-    width = states["got"][0].shape[-1]
-    for i, triple in enumerate(zip(states["got"], states["want"], states["plain"], strict=True)):
-        assert_as_good_as(*triple, terms=width, what=f"hidden states {i}")
-    assert_as_good_as(outs["got"].loss, outs["want"].loss, outs["plain"].loss, terms=width)
-    # the gradient of a key bias is zero by algebra: rounding leaves something of the size of the others
-    largest = max(
-        g.abs().max().item() for name, g in grads["want"].items() if "attn" in name or "attention" in name
+def three(models, inputs, **more):
+    """The plug-in, eager in float64, and eager: what ``assert_as_good_as`` compares."""
+    single, double = models
+    exact = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    return (
+        run(single, "headwise", inputs, **more),
+        run(double, "eager", exact, **more),
+        run(single, "eager", inputs, **more),
     )
-    for name, grad in grads["got"].items():
+
+
+@pytest.mark.parametrize("padding", ["no mask", "padded"])
+@pytest.mark.parametrize("family", ["bert_base", "gpt2"])
+def test_equals_eager(family, padding, request):
+    models = request.getfixturevalue(family)
+    inputs, real = batch(padding)
+    outs = three(models, inputs, output_hidden_states=True)
+    states = [[h[real] for h in out.hidden_states] for out in outs]
+    assert len(states[0]) == 13
+    width = states[0][0].shape[-1]
+    for i, (got, want, plain) in enumerate(zip(*states, strict=True)):
+        assert_as_good_as(got, want, plain, terms=width, what=f"hidden states {i}")
+
+    names = [name for name, _ in models[0].named_parameters()]
+    grads = []
+    for out, model in zip(outs, (models[0], models[1], models[0]), strict=True):
+        loss = torch.nn.functional.cross_entropy(out.logits[real], inputs["input_ids"][real])
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))
+    # the gradient of a key bias is zero by algebra: rounding leaves something of the size of the others
+    largest = max(g.abs().max().item() for name, g in zip(names, grads[1], strict=True) if ".0." in name)
+    for name, got, want, plain in zip(names, *grads, strict=True):
         inner = largest if name.endswith("bias") else 0.0
-        assert_as_good_as(
-            grad, grads["want"][name], grads["plain"][name], terms=B * T * width, inner=inner, what=name
-        )
+        assert_as_good_as(got, want, plain, terms=B * T * width, inner=inner, what=name)
+    with torch.no_grad():
+        if padding == "no mask":  # one that hides nothing is none
+            full = run(models[0], "headwise", batch("full mask")[0]).logits
+            assert_as_good_as(full, outs[1].logits, outs[2].logits, terms=width)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_the_registered_mask_is_used(family, side, request, monkeypatch):
-    single, double = request.getfixturevalue(family)
-    inputs, _, real = batch(side)
-
-    def check():
-        got, plain = (run(single, name, inputs).logits[real] for name in ("headwise", "eager"))
-        assert_as_good_as(got, run(double, "eager", inputs).logits[real], plain, terms=768)
-
+def test_the_registered_mask_is_used(family, request, monkeypatch):
+    models = request.getfixturevalue(family)
+    inputs, real = batch("padded")
     mapping = masking_utils.AttentionMaskInterface._global_mapping
     with torch.no_grad():
-        check()
+        good = [out.logits[real] for out in three(models, inputs)]
+        assert_as_good_as(*good, terms=156)
         monkeypatch.setitem(mapping, "headwise", lambda **options: None)
-        if (family, side) == ("gpt2", "right"):
-            check()  # causal tokens never see padding at the end, and no mask still means causal
-            monkeypatch.setattr(single.transformer.h[5].attn, "is_causal", False)
-        with pytest.raises(AssertionError, match="is above"):
-            check()
+        bad = run(models[0], "headwise", inputs).logits[real]
+    with pytest.raises(AssertionError, match="is above"):
+        assert_as_good_as(bad, *good[1:], terms=156)
 
 
 def test_rows_that_see_nothing_are_zero(gpt2):
     """Padding at the start of a causal model: its queries see no key."""
-    single, _ = gpt2
-    inputs, _, real = batch("left")
-    seen = []
-    single.transformer.h[0].attn.observer = lambda x, out, lse: seen.append((out, lse))
+    model, inputs = gpt2[0], batch("padded")[0]
+    attention, seen = model.transformer.h[0].attn, []
+    attention.observer = lambda x, out, lse: seen.append((out, lse))
     try:
-        run(single, "headwise", inputs)
+        run(model, "headwise", inputs)
     finally:
-        del single.transformer.h[0].attn.observer
+        del attention.observer
     ((out, lse),) = seen
-    dead = ~real[:, None].expand(B, 12, T)
+    dead = torch.zeros(B, 12, T, dtype=torch.bool)
+    dead[2, :, :PAD] = True
     assert (out[dead] == 0).all() and (lse[dead] == -torch.inf).all() and lse[~dead].isfinite().all()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("side", ["no mask", "left"])
-def test_generates_as_eager(gpt2, side, cache):
-    single, double = gpt2
-    inputs, _, _ = batch(side)
-    static = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
-    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "output_logits": True}
-    found = {}
-    for name, model, implementation in (
-        ("got", single, "headwise"),
-        ("plain", single, "eager"),
-        ("want", double, "eager"),
-    ):
-        model.set_attn_implementation(implementation)
-        found[name] = model.generate(
-            **inputs, **options, **static, return_dict_in_generate=True, use_cache=True
-        )
-    assert torch.equal(found["got"].sequences, found["want"].sequences)
-    assert len(found["got"].sequences[0].unique()) > 8  # no constant answer, which would compare nothing
-    for got, want, plain in zip(*(found[name].logits for name in ("got", "want", "plain")), strict=True):
+@pytest.mark.parametrize("padding", ["no mask", "left"])
+def test_generates_as_eager(gpt2, padding, cache):
+    inputs, _ = batch("no mask")
+    if padding == "left":
+        real = torch.ones(B, T, dtype=torch.bool)
+        real[1, :PAD] = real[2, : PAD + 1] = False
+        inputs = {"input_ids": inputs["input_ids"].masked_fill(~real, 0), "attention_mask": real.long()}
+    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    found = []
+    for model, name in ((gpt2[0], "headwise"), (gpt2[1], "eager"), (gpt2[0], "eager")):
+        model.set_attn_implementation(name)
+        found.append(model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True))
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    assert len(found[0].sequences[:, T:].unique()) > B  # no constant answer, which would compare nothing
+    for got, want, plain in zip(*(out.logits for out in found), strict=True):
         assert_as_good_as(got, want.double(), plain, terms=156)
 
 
 def test_a_cache_filled_in_parts(gpt2):
     """Several queries after several cached keys: neither their first rows nor their shapes coincide."""
-    single, double = gpt2
-    inputs, _, real = batch("left")
+    inputs, real = batch("padded")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    single.set_attn_implementation("headwise")
     with torch.no_grad():
-        first = single(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
-        second = single(input_ids=ids[:, 6:], attention_mask=mask, cache=first.cache, use_cache=True)
-        got = torch.cat([first.logits, second.logits], 1)[real]
-        want, plain = (run(model, "eager", inputs).logits[real] for model in (double, single))
-    assert_as_good_as(got, want, plain, terms=156)
+        _, want, plain = three(gpt2, inputs)
+        gpt2[0].set_attn_implementation("headwise")
+        first = gpt2[0](input_ids=ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
+        second = gpt2[0](input_ids=ids[:, 4:], attention_mask=mask, cache=first.cache, use_cache=True)
+    got = torch.cat([first.logits, second.logits], 1)[real]
+    assert_as_good_as(got, want.logits[real], plain.logits[real], terms=156)
 
 
 def test_observer(bert):
     """It sees the complete call, and may return another output, as that of MultiHeadAttention."""
-    single, _ = bert
-    inputs, _, real = batch("right")
-    attention = single.bert.encoder.layer[4].attention.self
-    before = run(single, "headwise", inputs).logits
+    model, (inputs, real) = bert[0], batch("padded")
+    attention = model.bert.encoder.layer[1].attention.self
+    before = run(model, "headwise", inputs).logits
     calls = []
     try:
         attention.observer = lambda x, out, lse: calls.append((x, out, lse))
-        assert torch.equal(run(single, "headwise", inputs).logits[real], before[real])
+        run(model, "headwise", inputs)
         ((x, out, lse),) = calls
-        assert isinstance(x, headwise.Inputs) and x.query.shape == (B, 12, T, 64)
-        assert out.shape == x.query.shape and lse.shape == (B, 12, T)
-        assert torch.equal(x.allowed().expand(B, 12, T, T)[:, 0, 0], real)
+        assert isinstance(x, headwise.Inputs) and x.query.shape == (B, 6, T, 8)
+        assert out.shape == x.query.shape and lse.shape == (B, 6, T)
+        assert torch.equal(x.allowed().expand(B, 6, T, T)[:, 0, 0], real)
         attention.observer = lambda x, out, lse: torch.zeros_like(out)
-        silenced = run(single, "headwise", inputs).logits
+        silenced = run(model, "headwise", inputs).logits
+        attention.observer = None
+        assert torch.equal(run(model, "headwise", inputs).logits, before)
     finally:
         del attention.observer
     hook = attention.register_forward_hook(lambda module, args, output: (torch.zeros_like(output[0]), None))
     try:
-        assert torch.equal(silenced[real], run(single, "headwise", inputs).logits[real])
+        assert torch.equal(silenced, run(model, "headwise", inputs).logits)
     finally:
         hook.remove()
     assert not torch.equal(silenced, before)
@@ -203,36 +203,31 @@ def test_observer(bert):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_returns_weights_when_asked(family, request):
-    single, double = request.getfixturevalue(family)
-    inputs, _, real = batch("right")
+    models = request.getfixturevalue(family)
+    inputs, real = batch("padded")
     with torch.no_grad():
-        got, plain = (
-            run(single, name, inputs, output_attentions=True).attentions for name in ("headwise", "eager")
-        )
-        want = run(double, "eager", inputs, output_attentions=True).attentions
-    assert len(got) == 12
-    for mine, exact, theirs in zip(got, want, plain, strict=True):
-        mine, exact, theirs = (w.transpose(1, 2)[real] for w in (mine, exact, theirs))
-        assert_as_good_as(mine, exact, theirs, terms=768)
-    assert run(single, "headwise", inputs).attentions is None
+        found = [out.attentions for out in three(models, inputs, output_attentions=True)]
+        assert run(models[0], "headwise", inputs).attentions is None
+    assert len(found[0]) == models[0].config.num_hidden_layers
+    for triple in zip(*found, strict=True):
+        assert_as_good_as(*(w.transpose(1, 2)[real] for w in triple), terms=156)
 
 
 def test_trains_with_dropout(gpt2):
-    single, _ = gpt2
-    model = copy.deepcopy(single).train()
+    model = copy.deepcopy(gpt2[0]).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    inputs, labels, _ = batch("right")
-    still = [run(model, "headwise", inputs, labels=labels).loss for _ in range(2)]
+    inputs, _ = batch("padded")
+    still = [run(model, "headwise", inputs, labels=inputs["input_ids"]).loss for _ in range(2)]
     assert torch.equal(*still)
     for block in model.transformer.h:
         block.attn.attn_dropout.p = 0.5
-    losses = [run(model, "headwise", inputs, labels=labels).loss for _ in range(2)]
+    losses = [run(model, "headwise", inputs, labels=inputs["input_ids"]).loss for _ in range(2)]
     assert not torch.equal(*losses)
     losses[0].backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert torch.equal(run(model.eval(), "headwise", inputs, labels=labels).loss, still[0])
+    assert torch.equal(run(model.eval(), "headwise", inputs, labels=inputs["input_ids"]).loss, still[0])
 
 
 SMALL = {
@@ -246,10 +241,6 @@ SMALL = {
     "pad_token_id": 0,
     "initializer_range": 0.2,
 }
-
-
-def _encoder_decoder(inputs):
-    return {**inputs, "decoder_input_ids": inputs["input_ids"][:, :7]}
 
 
 # What each family adds: grouped heads, windows, a cap, sinks, biases, cross-attention, no mask at all.
@@ -276,53 +267,35 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("side", ["no mask", "left"])
+@pytest.mark.parametrize("padding", ["no mask", "padded"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_families(family, side):
-    model_name, config_name, options = FAMILIES[family]
-    options = dict(options)
-    config = getattr(transformers, config_name)(**options)
-    single, double = made(getattr(transformers, model_name), config)
-    inputs, _, real = batch(side)
+def test_other_families(family, padding):
+    models = made(*FAMILIES[family])
+    inputs, real = batch(padding)
     if family.startswith("position bias"):
-        inputs, real = _encoder_decoder(inputs), torch.ones(B, 7, dtype=torch.bool)
+        inputs, real = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :5]}, torch.ones(B, 5, dtype=torch.bool)
     with torch.no_grad():
-        got, plain = (run(single, name, inputs)[0][real] for name in ("headwise", "eager"))
-        want = run(double, "eager", inputs)[0][real]
+        got, want, plain = (out[0][real] for out in three(models, inputs))
     assert_as_good_as(got, want.double(), plain, terms=48)
 
 
 def test_images_without_a_mask():
-    config = transformers.ViTConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        intermediate_size=40,
-        image_size=12,
-        patch_size=4,
-    )
-    single, double = made(transformers.ViTModel, config)
-    pixels = randn(B, 3, 12, 12)
+    options = {"image_size": 12, "patch_size": 4, "hidden_size": 48, "num_hidden_layers": 2}
+    models = made("ViTModel", "ViTConfig", options | {"num_attention_heads": 6, "intermediate_size": 40})
     with torch.no_grad():
-        got, plain = (run(single, name, {"pixel_values": pixels})[0] for name in ("headwise", "eager"))
-        want = run(double, "eager", {"pixel_values": pixels.double()})[0]
-    assert_as_good_as(got, want, plain, terms=48)
+        assert_as_good_as(*(out[0] for out in three(models, {"pixel_values": randn(B, 3, 12, 12)})), terms=48)
 
 
 def test_packed_sequences_stay_apart():
     """Positions that begin again tell transformers where a sequence begins; its mask tells the kernel."""
-    single, double = made(transformers.LlamaModel, transformers.LlamaConfig(**SMALL))
+    models = made(*FAMILIES["grouped heads"])
     ids = batch("no mask")[0]["input_ids"]
-    inputs = {
-        "input_ids": ids,
-        "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]]).expand(B, -1),
-    }
+    inputs = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(B, -1)}
     with torch.no_grad():
-        got, plain = (run(single, name, inputs, use_cache=False)[0] for name in ("headwise", "eager"))
-        want = run(double, "eager", inputs, use_cache=False)[0]
-        alone = run(double, "eager", {"input_ids": ids[:, 4:]}, use_cache=False)[0]
+        got, want, plain = (out[0] for out in three(models, inputs, use_cache=False))
+        alone = run(models[1], "eager", {"input_ids": ids[:, 3:]}, use_cache=False)[0]
     assert_as_good_as(got, want.double(), plain, terms=48)
-    assert_as_good_as(got[:, 4:], alone.double(), plain[:, 4:], terms=48)
+    assert_as_good_as(got[:, 3:], alone.double(), plain[:, 3:], terms=48)
 
 
 class Attention(nn.Module):
@@ -374,9 +347,7 @@ def test_order_of_cap_bias_and_mask():
     (got, weights), (query, key, value) = call(
         mask=added, softcap=0.7, position_bias=bias, s_aux=sinks, scaling=0.4, output_attentions=True
     )
-    scores = (
-        0.7 * torch.tanh(query.double() @ key.double().repeat_interleave(2, 1).mT * 0.4 / 0.7) + bias + added
-    )
+    scores = 0.7 * torch.tanh(query.double() @ key.double().repeat_interleave(2, 1).mT * 0.4 / 0.7) + bias + added
     scores = torch.cat([scores, sinks.double()[:, None, None].expand(B, 6, 5, 1)], -1)
     want = scores.softmax(-1)[..., :-1]
     assert_as_good_as(weights, want, terms=13)

@@ -10,7 +10,7 @@ from headwise import AttentionError, ConversionError, look
 from headwise.commands import app
 from headwise.demo import minilm
 
-ODD = "it's \"$HOME\" `x` $(touch pwned)\n\x1b[31m😀 漢 [bold]"
+ODD = 'it\'s "$HOME" `x` $(touch pwned)\n\x1b[31m😀 漢 [bold]'
 
 
 @pytest.fixture(scope="module")

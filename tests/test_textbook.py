@@ -155,9 +155,7 @@ def test_rows_that_see_nothing_give_the_output_bias():
 
 
 def test_a_module_inside_a_larger_model():
-    model = nn.ModuleDict(
-        {"embed": nn.Embedding(17, WIDE), "blocks": nn.ModuleList([nn.Module(), nn.Module()])}
-    )
+    model = nn.ModuleDict({"embed": nn.Embedding(17, WIDE), "blocks": nn.ModuleList([nn.Module(), nn.Module()])})
     for i, block in enumerate(model["blocks"]):
         block.add_module("attn", written(LIN if i else WEIGHT))
     state = model.state_dict()

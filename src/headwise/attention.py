@@ -6,37 +6,35 @@
 Its forward is that equation, one seam per step: project → norm → rotate → cache → attend → merge → project.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from headwise.backends.base import Backend, Inputs
+from headwise.backends.base import Backend
 from headwise.caches import KVCache
 from headwise.checks import (
     MaskLike,
     as_mask,
     as_score_mods,
     check_dropout,
-    check_edit,
     check_layer,
-    check_positions,
     check_scale,
     check_size,
     check_switches,
-    check_tokens,
     check_weight_dtype,
+    complete,
+    place,
 )
 from headwise.errors import ShapeError
-from headwise.functional import prepare, run
+from headwise.functional import Observer, observed, prepare, run
 from headwise.masks import Full, Mask
 from headwise.positions import Positions
 from headwise.rotary import RotaryEmbedding
 from headwise.score_mods import ScoreMod
 
-Observer = Callable[[Inputs, Tensor, Tensor], Tensor | None]
 Tokens = Float[Tensor, "B T E"] | Float[Tensor, "T E"]
 
 
@@ -125,9 +123,7 @@ class MultiHeadAttention(nn.Module):
             query_bias = key_bias = value_bias = out_bias = bias
         self.embed_dim = check_size(embed_dim, "embed_dim")
         self.num_heads = check_size(num_heads, "num_heads")
-        self.num_kv_heads = (
-            self.num_heads if num_kv_heads is None else check_size(num_kv_heads, "num_kv_heads")
-        )
+        self.num_kv_heads = self.num_heads if num_kv_heads is None else check_size(num_kv_heads, "num_kv_heads")
         if self.num_heads % self.num_kv_heads:
             raise ShapeError(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly.")
         if head_dim is None and embed_dim % num_heads:
@@ -190,7 +186,7 @@ class MultiHeadAttention(nn.Module):
             score_mods: Modifications of the scores, after the layer's own.
             cache: Keys and values of earlier calls; this call's are added to it.
             positions: Where the queries stand; None asks the cache, or lets the last query stand with the last key.
-            key_positions: Where the keys stand; None means with the queries if they are as many, else from 0.
+            key_positions: Where the keys stand; None means with the queries in self-attention, else from 0.
             lengths: How many of the tokens of each row are real, for the cache.
             seed: What makes dropout the same on every backend; None follows torch's generator.
 
@@ -201,8 +197,10 @@ class MultiHeadAttention(nn.Module):
             ShapeError: When sizes, dtypes or devices do not fit together.
             UnsupportedError: When the backend named cannot run the call.
         """
-        query, key, value, batched = self._tokens(query, key, value)
-        queries, keys = self._positions(query, key, cache, positions, key_positions, lengths)
+        key, value = complete(self, query, key, value)
+        queries, keys = place(query, key, cache, lengths, positions, key_positions)
+        batched = query.dim() == 3
+        query, key, value = (query, key, value) if batched else (query[None], key[None], value[None])
         q_BHTD = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k_BKSD = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v_BKSV = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
@@ -230,64 +228,18 @@ class MultiHeadAttention(nn.Module):
         keys: Positions,
         seed: int | Int[Tensor, ""] | None,
     ) -> Float[Tensor, "B H T V"]:
-        if isinstance(mask, Full) or isinstance(self.mask, Full):
-            mask = mask if isinstance(self.mask, Full) else self.mask
-        else:
-            mask = self.mask & mask
+        if not isinstance(self.mask, Full):
+            mask = self.mask if isinstance(mask, Full) else self.mask & mask
         dropout_p = self.dropout_p if self.training else 0.0
         lse = "no" if self.observer is None else "value"
         # a norm kept in float32 may return wider queries and keys than values under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
+        mods = (*self.score_mods, *as_score_mods(score_mods))
         x = prepare(
-            query, key, value, mask, (*self.score_mods, *as_score_mods(score_mods)), self.sinks, self.scale, dropout_p, seed, queries,
-            keys, lse,
+            query, key, value, mask, mods, self.sinks, self.scale, dropout_p, seed, queries, keys, lse
         )  # fmt: skip
         out, found = run(x, self.backend)
-        if self.observer is None:
-            return out
-        other = self.observer(x, out, found)  # type: ignore[arg-type]
-        if other is None:
-            return out
-        check_edit(other, out)
-        return other
-
-    def _tokens(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
-        key = query if key is None else key
-        value = key if value is None else value
-        check_tokens(self, query, key, value)
-        batched = query.dim() == 3
-        return (query, key, value, True) if batched else (query[None], key[None], value[None], False)
-
-    def _positions(
-        self,
-        query: Tensor,
-        key: Tensor,
-        cache: KVCache | None,
-        positions: Positions | None,
-        key_positions: Positions | None,
-        lengths: Int[Tensor, " B"] | None,
-    ) -> tuple[Positions, Positions]:
-        rows, slots = query.shape[1], key.shape[1]
-        if cache is not None and not isinstance(cache, KVCache):
-            raise ShapeError(f"cache= takes a KVCache, not {type(cache).__name__}; leave it out for none.")
-        if cache is None and lengths is not None:
-            raise ShapeError(
-                "lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths)."
-            )
-        if positions is None and cache is not None:
-            positions = cache.next_positions(rows)
-        if positions is not None:
-            check_positions(positions, rows, "query")
-        keys = key_positions
-        if keys is None:
-            keys = positions if positions is not None and slots == rows else Positions(slots)
-        check_positions(keys, slots, "key")
-        queries = (
-            Positions(rows, start=keys.stop - rows, offset=keys.offset) if positions is None else positions
-        )
-        return queries, keys
+        return out if self.observer is None else observed(self.observer, x, out, found)
 
     def extra_repr(self) -> str:
         """The sizes and every setting that differs from its default."""

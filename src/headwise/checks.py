@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headwise.backends import named
 from headwise.backends.base import Rows
+from headwise.caches import KVCache
 from headwise.errors import ShapeError
 from headwise.masks import Dense, Mask, strided
 from headwise.positions import Positions
@@ -28,25 +29,19 @@ def as_mask(mask: Any) -> Mask:
         return Dense(mask)
     if isinstance(mask, type) and issubclass(mask, Mask):
         raise ShapeError(f"mask={mask.__name__} is a class; call it: {mask.__name__}().")
-    raise ShapeError(
-        f"mask= takes a Mask or a boolean tensor, not {type(mask).__name__}; leave it out for no mask."
-    )
+    raise ShapeError(f"mask= takes a Mask or a boolean tensor, not {type(mask).__name__}; leave it out for no mask.")
 
 
 def as_score_mods(score_mods: Any) -> tuple[ScoreMod, ...]:
     """Score modifications as a tuple; anything that is none is refused."""
     if isinstance(score_mods, ScoreMod) or not isinstance(score_mods, Iterable):
-        raise ShapeError(
-            f"score_mods= is {type(score_mods).__name__}; give a list of ScoreMods, () for none."
-        )
+        raise ShapeError(f"score_mods= is {type(score_mods).__name__}; give a list of ScoreMods, () for none.")
     score_mods = tuple(score_mods)
     for mod in score_mods:
         if isinstance(mod, type) and issubclass(mod, ScoreMod):
             raise ShapeError(f"score_mods holds the class {mod.__name__}; call it: {mod.__name__}(…).")
         if not isinstance(mod, ScoreMod):
-            raise ShapeError(
-                f"score_mods holds {type(mod).__name__}, no ScoreMod; wrap a function in CustomScore."
-            )
+            raise ShapeError(f"score_mods holds {type(mod).__name__}, no ScoreMod; wrap a function in CustomScore.")
     return score_mods
 
 
@@ -83,13 +78,9 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
     sizes = {name: tuple(t.shape) for name, t in named.items()}
     if not query.shape[0] == key.shape[0] == value.shape[0]:
         batches = ", ".join(f"{name} {s[0]}" for name, s in sizes.items())
-        raise ShapeError(
-            f"The batch sizes differ: {batches}. Expand the smaller ones if that is what you mean."
-        )
+        raise ShapeError(f"The batch sizes differ: {batches}. Expand the smaller ones if that is what you mean.")
     if key.shape[1] != value.shape[1]:
-        raise ShapeError(
-            f"{key.shape[1]} key heads and {value.shape[1]} value heads differ; give as many of each."
-        )
+        raise ShapeError(f"{key.shape[1]} key heads and {value.shape[1]} value heads differ; give as many of each.")
     if query.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
         raise ShapeError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly.")
     if query.shape[-1] != key.shape[-1]:
@@ -97,9 +88,7 @@ def check_tensors(query: Any, key: Any, value: Any) -> None:
             f"Queries of size {query.shape[-1]} cannot meet keys of size {key.shape[-1]}; make them equal."
         )
     if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(
-            f"{key.shape[-2]} keys and {value.shape[-2]} values differ; each key needs one value."
-        )
+        raise ShapeError(f"{key.shape[-2]} keys and {value.shape[-2]} values differ; each key needs one value.")
     for name in ("key", "value"):
         same_device(named[name], query, name)
 
@@ -137,9 +126,7 @@ def check_dtype(tokens: Tensor, projection: nn.Module, name: str) -> None:
 def check_positions(positions: Any, count: int, name: str) -> None:
     """Refuse what is not the positions of ``count`` tokens."""
     if not isinstance(positions, Positions):
-        raise ShapeError(
-            f"The {name} positions are {type(positions).__name__}; give Positions(count, start)."
-        )
+        raise ShapeError(f"The {name} positions are {type(positions).__name__}; give Positions(count, start).")
     if positions.count != count:
         raise ShapeError(
             f"The {name} positions are for {positions.count} tokens, but there are {count}; give one each."
@@ -156,9 +143,7 @@ def check_seed(seed: Any, query: Tensor) -> int | Tensor | None:
         if seed.device.type != "cpu":
             same_device(seed, query, "seed")
     elif seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise ShapeError(
-            f"A seed is {type(seed).__name__}; give a whole number, or None for torch's generator."
-        )
+        raise ShapeError(f"A seed is {type(seed).__name__}; give a whole number, or None for torch's generator.")
     elif seed is not None and not 0 <= seed < 2**64:
         raise ShapeError(f"A seed of {seed:#x} is not in [0, 2**64); give one of 64 bits.")
     return seed
@@ -169,32 +154,23 @@ def row_numbers(rows: Any, query: Tensor) -> Rows:
     count = query.shape[-2]
     if rows is None or isinstance(rows, slice):
         rows = slice(None) if rows is None else rows
-        if (
-            not all(n is None or isinstance(n, int) for n in (rows.start, rows.stop, rows.step))
-            or (rows.step or 1) < 1
-        ):
+        if not all(n is None or isinstance(n, int) for n in (rows.start, rows.stop, rows.step)) or (rows.step or 1) < 1:
             raise ShapeError(f"rows={rows} does not count forward in whole numbers; list the rows instead.")
         return rows
     if isinstance(rows, Tensor) and rows.is_meta:
         raise ShapeError("rows= is on meta, which holds no numbers; give a list.")
     listed = rows.tolist() if isinstance(rows, Tensor) else rows
     if not isinstance(listed, (list, tuple, range)) or not all(type(r) is int for r in listed):
-        raise ShapeError(
-            f"rows={rows!r} are no row numbers; give a list of whole numbers, a slice, or None for all."
-        )
+        raise ShapeError(f"rows={rows!r} are no row numbers; give a list of whole numbers, a slice, or None for all.")
     if any(not -count <= r < count for r in listed):
-        raise ShapeError(
-            f"Rows {list(listed)} were asked for, but there are {count} queries; count them from 0."
-        )
+        raise ShapeError(f"Rows {list(listed)} were asked for, but there are {count} queries; count them from 0.")
     return torch.tensor([r % count for r in listed], dtype=torch.int64, device=query.device)
 
 
 def same_device(tensor: Tensor, query: Tensor, what: str, beside: str = "query") -> None:
     """Refuse a tensor on another device than that of the query, or of what else it stands beside."""
     if tensor.device != query.device:
-        raise ShapeError(
-            f"The {what} is on {tensor.device} and the {beside} on {query.device}; move it with .to()."
-        )
+        raise ShapeError(f"The {what} is on {tensor.device} and the {beside} on {query.device}; move it with .to().")
 
 
 def check_sinks(sinks: Any, query: Tensor) -> None:
@@ -217,16 +193,9 @@ def check_partials(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -
     for name, tensor in named.items():
         check_tensor(tensor, name)
         if tensor.dtype not in FLOATS or (name == "out_b" and tensor.dtype != out_a.dtype):
-            raise ShapeError(
-                f"{name} is {tensor.dtype} beside out_a of {out_a.dtype}; give one floating point dtype."
-            )
+            raise ShapeError(f"{name} is {tensor.dtype} beside out_a of {out_a.dtype}; give one floating point dtype.")
         same_device(tensor, out_a, name, "first output")
-    if (
-        out_a.dim() != 4
-        or out_a.shape != out_b.shape
-        or lse_a.shape != lse_b.shape
-        or lse_a.shape != out_a.shape[:-1]
-    ):
+    if out_a.dim() != 4 or out_a.shape != out_b.shape or lse_a.shape != lse_b.shape or lse_a.shape != out_a.shape[:-1]:
         raise ShapeError(
             f"Partial outputs of shapes {tuple(out_a.shape)} and {tuple(out_b.shape)} with log-sum-exps "
             f"{tuple(lse_a.shape)} and {tuple(lse_b.shape)} do not belong together; outputs are (batch, heads, "
@@ -250,19 +219,13 @@ def check_switches(*switches: Any) -> None:
 def check_weight_dtype(dtype: Any) -> None:
     """Refuse a dtype that cannot hold weights."""
     if dtype is not None and dtype not in FLOATS:
-        raise ShapeError(
-            f"dtype={dtype} cannot hold weights; give a floating point dtype such as torch.float32."
-        )
+        raise ShapeError(f"dtype={dtype} cannot hold weights; give a floating point dtype such as torch.float32.")
 
 
 def check_edit(other: Any, out: Tensor) -> None:
     """Refuse what an observer returned in place of an output, if it cannot take that place."""
     if not isinstance(other, Tensor) or other.shape != out.shape or other.dtype != out.dtype:
-        given = (
-            f"{other.dtype} of shape {tuple(other.shape)}"
-            if isinstance(other, Tensor)
-            else type(other).__name__
-        )
+        given = f"{other.dtype} of shape {tuple(other.shape)}" if isinstance(other, Tensor) else type(other).__name__
         raise ShapeError(
             f"The observer returned {given} for an output of {out.dtype} of shape {tuple(out.shape)}; return its "
             "like, or None to leave it."
@@ -283,9 +246,7 @@ def check_layer(layer: Any) -> None:
             raise ShapeError(f"{name}= takes a {kind.__name__}, not {part!r}; leave it out for none.")
         size = getattr(part, "head_dim", getattr(part, "normalized_shape", (layer.head_dim,))[-1])
         if size != layer.head_dim:
-            raise ShapeError(
-                f"{name}= is for heads of {size}, the layer's have {layer.head_dim}; make them equal."
-            )
+            raise ShapeError(f"{name}= is for heads of {size}, the layer's have {layer.head_dim}; make them equal.")
     for mod in layer.score_mods:
         wants = getattr(mod, "num_heads", layer.num_heads)
         if wants != layer.num_heads:
@@ -294,8 +255,10 @@ def check_layer(layer: Any) -> None:
             )
 
 
-def check_tokens(layer: Any, query: Any, key: Any, value: Any) -> None:
-    """Refuse tokens that a layer does not take."""
+def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor]:
+    """Key and value tokens of a call, which default to those before them; refuse what the layer does not take."""
+    key = query if key is None else key
+    value = key if value is None else value
     wants = {
         "query": (query, layer.embed_dim, layer.q_proj),
         "key": (key, layer.key_dim, layer.k_proj),
@@ -304,16 +267,37 @@ def check_tokens(layer: Any, query: Any, key: Any, value: Any) -> None:
     for name, (tokens, size, projection) in wants.items():
         if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
             shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ShapeError(
-                f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched."
-            )
+            raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.")
         strided(tokens, name)
         if tokens.shape[-1] != size:
-            raise ShapeError(
-                f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}; project them."
-            )
+            raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}; project them.")
         if layer.max_length is not None and tokens.shape[-2] > layer.max_length:
             raise ShapeError(
                 f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
             )
         check_dtype(tokens, projection, name)
+    return key, value
+
+
+def place(
+    query: Tensor, key: Tensor, cache: Any, lengths: Any, queries: Positions | None, keys: Positions | None
+) -> tuple[Positions, Positions]:
+    """Where the tokens of a layer's call stand; see ``stand`` for what is not given."""
+    if cache is not None and not isinstance(cache, KVCache):
+        raise ShapeError(f"cache= takes a KVCache, not {type(cache).__name__}; leave it out for none.")
+    if cache is None and lengths is not None:
+        raise ShapeError("lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths).")
+    if queries is None and cache is not None:
+        queries = cache.next_positions(query.shape[-2])
+    if keys is None and key is query:
+        keys = queries
+    return stand(query.shape[-2], key.shape[-2], queries, keys)
+
+
+def stand(rows: int, slots: int, queries: Positions | None, keys: Positions | None) -> tuple[Positions, Positions]:
+    """Positions of queries and keys: keys stand from 0 and the last query with the last key, unless given."""
+    keys = Positions(slots) if keys is None else keys
+    check_positions(keys, slots, "key")
+    queries = Positions(rows, start=keys.stop - rows, offset=keys.offset) if queries is None else queries
+    check_positions(queries, rows, "query")
+    return queries, keys

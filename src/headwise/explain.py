@@ -21,7 +21,7 @@ from headwise.backends.base import Backend, Inputs
 from headwise.backends.reference import blocks
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.functional import attention
-from headwise.lint import Lint, called, lint, look_at
+from headwise.lint import Lint, called, lint_mask, look_at
 from headwise.masks import Dense, Full
 
 INSIDE = "in the backend"
@@ -136,8 +136,7 @@ class Explanation:
         share = f" = {self.allowed_pairs / self.pairs:.1%}" if self.pairs else ""
         return [
             f"pairs of query and key: {self.allowed_pairs:,} of {self.pairs:,} allowed{share}",
-            f"forward: {amount(self.flops)}FLOP for all pairs, {amount(self.useful_flops)}FLOP for the "
-            "allowed ones",
+            f"forward: {amount(self.flops)}FLOP for all pairs, {amount(self.useful_flops)}FLOP for the allowed ones",
             f"memory: {amount(self.bytes)}B if each step runs on its own, {amount(self.fused_bytes)}B if "
             "score to sum are fused",
         ]
@@ -209,9 +208,7 @@ def explain(target: Any, *tokens: Tensor | None, **call: Any) -> Explanation:
         if isinstance(target, MultiHeadAttention):
             return _of_layer(target, tokens, call)
         if not isinstance(target, Tensor):
-            raise ShapeError(
-                f"explain takes a MultiHeadAttention or the queries first, not {type(target).__name__}."
-            )
+            raise ShapeError(f"explain takes a MultiHeadAttention or the queries first, not {type(target).__name__}.")
         seen = _Watched(call.pop("backend", "auto"))
         attention(target, *tokens, backend=seen, **call)  # type: ignore[arg-type]
         x = seen.inputs
@@ -222,9 +219,7 @@ def explain(target: Any, *tokens: Tensor | None, **call: Any) -> Explanation:
 LETTERS = {"query": "B H T D", "key": "B K S D", "value": "B K S V"}
 
 
-def _of_layer(
-    layer: MultiHeadAttention, tokens: tuple[Tensor | None, ...], call: dict[str, Any]
-) -> Explanation:
+def _of_layer(layer: MultiHeadAttention, tokens: tuple[Tensor | None, ...], call: dict[str, Any]) -> Explanation:
     events: list[Event] = []
     kinds: dict[str, tuple[nn.Module | None, ...]] = {
         "project": (layer.q_proj, layer.k_proj, layer.v_proj, layer.out_proj)
@@ -317,14 +312,10 @@ def _layer_step(name: str, event: Event, letters_in: str, letters_out: str, head
 
 def _given(name: str, letter: str, letters: str, tensor: Tensor) -> Step:
     sizes = tuple(tensor.shape)
-    return Step(
-        f"given {letter}", f"the {name} tensor", letters, sizes, letters, sizes, tensor.stride(), "given"
-    )
+    return Step(f"given {letter}", f"the {name} tensor", letters, sizes, letters, sizes, tensor.stride(), "given")
 
 
-def _explanation(
-    seen: "_Watched", before: list[Step], after: list[Step], embed_dim: int | None
-) -> Explanation:
+def _explanation(seen: "_Watched", before: list[Step], after: list[Step], embed_dim: int | None) -> Explanation:
     x = seen.inputs
     batch, heads, rows, size = x.query.shape
     kv_heads, slots, v_size = x.value.shape[1:]
@@ -348,7 +339,7 @@ def _explanation(
         pairs,
         allowed,
         ends + sum(s.bytes for s in (*before, *after)),
-        tuple(lint(mask, *call, device=x.query.device)),
+        tuple(lint_mask(mask, *call, device=x.query.device)),
     )
 
 
@@ -391,9 +382,7 @@ def _attention_steps(x: Inputs, out: Tensor, pairs: int, allowed: int) -> Iterat
             both,
         )
     total = inside("sum", "out = weight · v", 2 * v_size, both // 2 + v + o)
-    yield replace(
-        total, letters_out="B H T V", shape_out=tuple(out.shape), strides=out.stride(), memory="new"
-    )
+    yield replace(total, letters_out="B H T V", shape_out=tuple(out.shape), strides=out.stride(), memory="new")
 
 
 def _choices(seen: "_Watched", pairs: int, allowed: int) -> Iterator[Choice]:
@@ -407,9 +396,7 @@ def _choices(seen: "_Watched", pairs: int, allowed: int) -> Iterator[Choice]:
             held = x.query.shape[0] * x.query.shape[1] * rows * x.key.shape[-2]
             holds = f"; it computes all {pairs:,} scores, {held:,} at once ({amount(4 * held)}B in float32)"
         if reason is not None:
-            yield Choice(
-                backend.name, "cannot", f"{reason}; the call has {pairs:,} scores, {allowed:,} allowed{holds}"
-            )
+            yield Choice(backend.name, "cannot", f"{reason}; the call has {pairs:,} scores, {allowed:,} allowed{holds}")
         elif backend is seen.chosen and seen.refusal is None:
             why = "asked for by name" if named(seen.wanted) is not None else "the first that can"
             yield Choice(backend.name, "runs it", why + seen.kernel() + holds)
@@ -452,9 +439,7 @@ class _Watched(Backend):
             mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
             dense = "no mask tensor" if mask is None else f"a mask tensor of {mask.numel():,} entries"
             shapes = f"{args['query'].shape[-2]:,} query rows on {args['key'].shape[-2]:,} keys"
-            texts.append(
-                f"; torch calls {name} ({shapes}, is_causal={args.get('is_causal', False)}, {dense})"
-            )
+            texts.append(f"; torch calls {name} ({shapes}, is_causal={args.get('is_causal', False)}, {dense})")
         return "".join(dict.fromkeys(texts))
 
 
@@ -494,9 +479,7 @@ def _watched_cache(cache: Any, events: list[Event]) -> Any:
     try:
         copied = copy.deepcopy(cache)
     except RuntimeError as error:
-        raise UnsupportedError(
-            f"The cache cannot be copied ({error}); fill it under torch.no_grad()."
-        ) from None
+        raise UnsupportedError(f"The cache cannot be copied ({error}); fill it under torch.no_grad().") from None
     append = copied.append
 
     def watched(key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:

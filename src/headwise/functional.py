@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -18,20 +18,22 @@ from headwise.checks import (
     as_score_mods,
     check_dropout,
     check_dtypes,
+    check_edit,
     check_partials,
-    check_positions,
     check_scale,
     check_seed,
     check_sinks,
     check_tensors,
     row_numbers,
     same_device,
+    stand,
 )
 from headwise.errors import ShapeError
 from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 
+Observer = Callable[[Inputs, Tensor, Tensor | None], Tensor | None]
 LARGE = 2**26  # scores that the reference holds in training from which on it says so: 256 MiB in float32
 _warned: set[str] = set()
 
@@ -82,9 +84,7 @@ def attention(
 
     Reference: Vaswani et al., Attention Is All You Need, 2017, equation 1. https://arxiv.org/abs/1706.03762
     """
-    x = prepare(
-        query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions
-    )
+    x = prepare(query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions)
     return run(x, backend)[0]
 
 
@@ -150,9 +150,7 @@ def attention_with_lse(
     )
     out, lse = run(x, backend)
     if lse is None:
-        raise ShapeError(
-            "The backend returned no log-sum-exp although it was asked for one; this is a fault in it."
-        )
+        raise ShapeError("The backend returned no log-sum-exp although it was asked for one; this is a fault in it.")
     return out, lse
 
 
@@ -265,14 +263,7 @@ def prepare(
     check_dtypes(query, key, value)
     batch, heads, rows, head_dim = query.shape
     slots = key.shape[-2]
-    keys = Positions(slots) if key_positions is None else key_positions
-    check_positions(keys, slots, "key")
-    queries = (
-        Positions(rows, start=keys.stop - rows, offset=keys.offset)
-        if query_positions is None
-        else query_positions
-    )
-    check_positions(queries, rows, "query")
+    queries, keys = stand(rows, slots, query_positions, key_positions)
     mask = as_mask(mask)
     for tensor in mask.tensors():
         same_device(tensor, query, "mask")
@@ -307,6 +298,15 @@ def run(x: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor | No
     if backend == "auto" and chosen.name == "reference" and not torch.compiler.is_compiling():
         _warn_if_large(x)
     return chosen.run(x)
+
+
+def observed(observer: Observer, x: Inputs, out: Tensor, lse: Tensor | None) -> Tensor:
+    """Show a call to an observer, and take the output that it gives back, if any."""
+    other = observer(x, out, lse)
+    if other is None:
+        return out
+    check_edit(other, out)
+    return other
 
 
 def _autocast(tensor: Tensor) -> Tensor:

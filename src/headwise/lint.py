@@ -71,7 +71,7 @@ def look_at(
     return Sight(counts.expand(batch, heads, -1), seen.expand(batch, heads, -1))
 
 
-def lint(
+def lint_mask(
     mask: Mask,
     batch: int,
     heads: int,
@@ -95,15 +95,16 @@ def lint(
 
     Example:
         >>> at = Positions(5)
-        >>> [found.kind for found in lint(Causal() & Window(9), 1, 1, at, at)]
+        >>> [found.kind for found in lint_mask(Causal() & Window(9), 1, 1, at, at)]
         ['no effect']
     """
     call = (batch, heads, queries, keys)
     rows, slots = queries.count, keys.count
     found = look_at(mask, *call, device=device)
     yield from _unseen(found, rows, slots)
+    # one query that stands last sees everything under most masks, and nobody means anything by it
     if (
-        rows > 1
+        rows > 1 and slots
     ):  # one query that stands last sees everything under most masks, and nobody means anything by it
         yield from _without_effect(mask, found.pairs, call, device)
     for part in _conjuncts(mask):
@@ -132,9 +133,7 @@ def _unseen(found: Sight, rows: int, slots: int) -> Iterator[Lint]:
     empty = (found.per_query == 0).nonzero()
     total = found.per_query.numel()
     if len(empty) and slots:
-        first = ", ".join(
-            f"{n} {i}" for n, i in zip(("sequence", "head", "query"), empty[0].tolist(), strict=True)
-        )
+        first = ", ".join(f"{n} {i}" for n, i in zip(("sequence", "head", "query"), empty[0].tolist(), strict=True))
         yield Lint(
             "empty rows",
             f"{len(empty):,} of {total:,} query rows may see no key (the first: {first}); their output is "
@@ -188,9 +187,7 @@ def _polarity(leaf: Mask, call: Any, device: Any) -> str | None:
         )
     if not isinstance(leaf.a if isinstance(leaf, Not) else leaf, Dense):
         return None
-    own = torch.arange(max(queries.start, keys.start), min(queries.stop, keys.stop), device=device)[
-        None, None, :, None
-    ]
+    own = torch.arange(max(queries.start, keys.start), min(queries.stop, keys.stop), device=device)[None, None, :, None]
     b = torch.arange(batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[None, :, None, None]
     pairs = look_at(leaf, *call, device=device).pairs

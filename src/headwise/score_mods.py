@@ -106,15 +106,15 @@ class ALiBi(ScoreMod):
     Reference: Press et al., Train Short, Test Long, 2021. https://arxiv.org/abs/2108.12409
     """
 
-    slopes: Tensor
+    own_slopes: Tensor | None
 
     def __init__(self, num_heads: int, slopes: Float[Tensor, " H"] | None = None) -> None:
         super().__init__()
         if integer(num_heads, "num_heads") < 1:
             raise ShapeError(f"{num_heads} heads have no slopes; give at least 1.")
-        if slopes is None:
-            slopes = torch.tensor(_alibi_slopes(num_heads))
-        if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or slopes.shape != (num_heads,):
+        if slopes is not None and (
+            not isinstance(slopes, Tensor) or not slopes.is_floating_point() or slopes.shape != (num_heads,)
+        ):
             given = (
                 f"{slopes.dtype} of shape {tuple(slopes.shape)}"
                 if isinstance(slopes, Tensor)
@@ -124,11 +124,20 @@ class ALiBi(ScoreMod):
                 f"ALiBi for {num_heads} heads was given slopes as {given}; give as many floating point numbers."
             )
         self.num_heads = num_heads
-        # not in the state dict: it follows from the number of heads
-        self.register_buffer("slopes", slopes, persistent=False)
+        # The slopes of the paper follow from the number of heads. As a buffer they would be rounded with a layer in
+        # half precision, and the error of a slope grows with the distance.
+        self.register_buffer("own_slopes", slopes, persistent=False)
+
+    @property
+    def slopes(self) -> Float[Tensor, " H"]:
+        """The slope of each head."""
+        return _alibi_slopes(self.num_heads) if self.own_slopes is None else self.own_slopes
 
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
-        return score - self.slopes.to(score.dtype)[h] * (q - k).abs().to(score.dtype)
+        slopes = self.own_slopes
+        if slopes is None:
+            slopes = _alibi_slopes(self.num_heads, score.dtype, score.device)
+        return score - slopes.to(score.dtype)[h] * (q - k).abs().to(score.dtype)
 
     def lowered(self) -> Lowered:
         return Lowered("slopes", self.slopes)
@@ -223,8 +232,10 @@ class CustomScore(ScoreMod):
         return self.function(score, b, h, q, k)
 
 
-def _alibi_slopes(num_heads: int) -> list[float]:
+def _alibi_slopes(
+    num_heads: int, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Float[Tensor, " H"]:
     power = 2 ** int(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    between = [2.0 ** (-4.0 * (i + 1) / power) for i in range(2 * power)]
-    return slopes + between[0::2][: num_heads - power]
+    step = torch.arange(1, 2 * power + 1, dtype=dtype, device=device)
+    slopes, between = torch.exp2(-8 / power * step[:power]), torch.exp2(-4 / power * step[0::2])
+    return torch.cat([slopes, between[: num_heads - power]])

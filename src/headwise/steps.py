@@ -103,12 +103,12 @@ class Steps:
 
     def __str__(self) -> str:
         _, length, width = self.tokens.shape
-        lines = [
+        lines = _wrap(
             f"{length} tokens of {width} numbers (E), {self.num_heads} heads of {width // self.num_heads} "
-            f"(D), mask {self.mask}, one sequence (B = 1), float64.",
-        ]
+            f"(D), mask {self.mask}, one sequence (B = 1), float64."
+        )
         for number, step in enumerate(self.steps, 1):
-            lines += ["", f"{number}. {step.title}", *_wrap(step.says)]
+            lines += ["", *_wrap(f"{number}. {step.title}"), *_wrap(step.says)]
             for name, tensor in step.tensors.items():
                 axes = step.letters if len(step.letters.split()) == tensor.dim() else ""
                 lines += ["", f"{name}  ({axes}) {shape(tuple(tensor.shape))}", *_table(tensor, step.letters)]
@@ -120,7 +120,7 @@ class Steps:
         ]
         for letter, m in zip("abcd", self.mistakes, strict=True):
             rows = _tokens(m.wrong_rows)
-            lines += ["", f"({letter}) {m.title}", f"scores ({m.letters}) {shape(m.scores)}"]
+            lines += ["", *_wrap(f"({letter}) {m.title}"), f"scores ({m.letters}) {shape(m.scores)}"]
             lines += _table(m.output, "B T E")
             lines += _wrap(f"Off by up to {m.difference:.2f}, in {rows}. {m.says}")
             for place, numbers in (m.landed or {}).items():
@@ -142,9 +142,7 @@ Variant = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], tuple[Tensor, T
 Layer = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
-def walk(
-    embed_dim: int = 6, num_heads: int = 3, length: int = 3, *, seed: int = 0, mask: Mask | None = None
-) -> Steps:
+def walk(embed_dim: int = 6, num_heads: int = 3, length: int = 3, *, seed: int = 0, mask: Mask | None = None) -> Steps:
     """Compute multi-head self-attention step by step on a small random input, and four ways to get it wrong.
 
     Args:
@@ -301,26 +299,20 @@ def _no_split(q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | Non
     return _attend(q, k, v, None if allowed is None else allowed[:, 0])
 
 
-def _no_transpose(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _no_transpose(q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v = (t.unflatten(-1, (heads, -1)) for t in (q, k, v))
     out, scores = _attend(q, k, v, None)  # a mask over tokens means nothing between heads
     return out.flatten(2), scores
 
 
-def _view_straight(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _view_straight(q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, length, width = q.shape
     q, k, v = (t.view(batch, heads, length, width // heads) for t in (q, k, v))
     out, scores = _attend(q, k, v, allowed)
     return out.transpose(1, 2).flatten(2), scores
 
 
-def _no_way_back(
-    q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _no_way_back(q: Tensor, k: Tensor, v: Tensor, heads: int, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
     before = q.shape
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
     out, scores = _attend(q, k, v, allowed)
@@ -337,9 +329,7 @@ def _softmax(scores: Tensor) -> Tensor:
     return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
 
-def _mistakes(
-    tokens: Tensor, weights: dict[str, Tensor], heads: int, allowed: Tensor, right: Tensor
-) -> list[Mistake]:
+def _mistakes(tokens: Tensor, weights: dict[str, Tensor], heads: int, allowed: Tensor, right: Tensor) -> list[Mistake]:
     _, length, width = tokens.shape
     size = width // heads
     place = torch.arange(length * width)
@@ -432,11 +422,7 @@ def _from(places: Tensor, width: int) -> list[tuple[int, int]]:
 
 def _moved(before: Tensor, after: Tensor) -> str:
     same = before.untyped_storage()._cdata == after.untyped_storage()._cdata
-    return (
-        "It is a view: no number moves."
-        if same
-        else "It is a copy: the numbers are written out in the new order."
-    )
+    return "It is a view: no number moves." if same else "It is a copy: the numbers are written out in the new order."
 
 
 def _runs(places: list[tuple[int, int]]) -> str:
@@ -473,12 +459,12 @@ def _table(tensor: Tensor, letters: str) -> list[str]:
             head = [f"    {outer}{number}"] * bool(outer) + [f"    {numbers}"]
             rows = enumerate(part.tolist(), 1)
             blocks.append(head + [f"{row}{i}".ljust(4) + "".join(map(_number, r)) for i, r in rows])
+    wide = 3 + max(len(line) for block in blocks for line in block)
+    beside = max(1, (WIDTH + 3) // wide)
     lines: list[str] = []
-    while blocks:
-        wide = max(map(len, blocks[0])) + 3
-        beside = max(1, (WIDTH + 3) // wide)
-        taken, blocks = blocks[:beside], blocks[beside:]
-        lines += ["".join(cell.ljust(wide) for cell in cells).rstrip() for cells in zip(*taken, strict=True)]
+    for first in range(0, len(blocks), beside):
+        side_by_side = zip(*blocks[first : first + beside], strict=True)
+        lines += ["".join(line.ljust(wide) for line in together).rstrip() for together in side_by_side]
     return lines
 
 
@@ -493,8 +479,4 @@ def _plain(value: Any) -> Any:
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return [_plain(v) for v in value]
-    return (
-        {k: _plain(v) for k, v in vars(value).items()}
-        if isinstance(value, (Shown, Mistake, Steps))
-        else value
-    )
+    return {k: _plain(v) for k, v in vars(value).items()} if isinstance(value, (Shown, Mistake, Steps)) else value

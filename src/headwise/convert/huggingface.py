@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.functional import attention_weights, prepare, run
+from headwise.functional import attention_weights, observed, prepare, run
 from headwise.masks import Causal, Dense, Full, Mask, Window
 from headwise.positions import Positions
 from headwise.score_mods import Bias, ScoreMod, Softcap
@@ -182,8 +182,7 @@ def kernel(
     )
     out, found = run(x)
     if observer is not None:
-        other = observer(x, out, found)
-        out = out if other is None else other
+        out = observed(observer, x, out, found)
     weights = None
     if others.get("output_attentions") or _captures_weights():
         weights = attention_weights(

@@ -39,11 +39,11 @@ class HeadStatistics:
     separator: Float[Tensor, " H"]
     induction: Float[Tensor, " H"]
 
-    def head(self_, head: int) -> dict[str, float]:  # noqa: N805 - a field is called self
+    def head(self_, head: int) -> dict[str, float]:
         """The numbers of one head by name."""
         return {f.name: float(getattr(self_, f.name)[head]) for f in fields(self_)}
 
-    def kind(self_, head: int) -> str:  # noqa: N805
+    def kind(self_, head: int) -> str:
         """A word for what takes at least two fifths of a head's weight, or "mixed"."""
         shares = {name: share for name, share in self_.head(head).items() if name not in ("entropy", "distance")}
         name, share = max(shares.items(), key=lambda item: item[1])

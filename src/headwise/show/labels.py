@@ -4,7 +4,7 @@ _SHOWN = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 
 
 def printable(piece: str) -> str:
-    """A token's text as one visible line: control characters can neither move the cursor nor break a table.
+    r"""A token's text as one visible line: control characters can neither move the cursor nor break a table.
 
     Args:
         piece: The text of a token.
@@ -14,8 +14,8 @@ def printable(piece: str) -> str:
 
     Example:
         >>> from headwise.show.labels import printable
-        >>> printable(" a\\x1b[2J")
-        '␣a\\\\x1b[2J'
+        >>> printable(" a\x1b[2J")
+        '␣a\\x1b[2J'
     """
     if not piece:
         return "∅"

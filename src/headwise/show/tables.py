@@ -42,7 +42,13 @@ def head_table(
         from rich.text import Text
     except ImportError:
         raise AttentionError("Tables need rich: pip install 'headwise[cli]'.") from None
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("head", justify="right")
     table.add_column("mostly", no_wrap=True)
     for short in ("bits", "dist", "self", "prev", "next", "1st", "sep", "ind"):
