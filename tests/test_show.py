@@ -1,5 +1,6 @@
 """Tables and pictures: what is in them, for any text."""
 
+import io
 import struct
 
 import pytest
@@ -23,7 +24,7 @@ NUMBERS = {
 
 
 def shown(table, width=80):
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 

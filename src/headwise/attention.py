@@ -7,7 +7,7 @@ Its forward is that equation, one seam per step: project → norm → rotate →
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -231,7 +231,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(self.mask, Full):
             mask = self.mask if isinstance(mask, Full) else self.mask & mask
         dropout_p = self.dropout_p if self.training else 0.0
-        lse = "no" if self.observer is None else "value"
+        lse: Literal["no", "value"] = "no" if self.observer is None else "value"
         # a norm kept in float32 may return wider queries and keys than values under autocast
         query, key = query.to(value.dtype), key.to(value.dtype)
         mods = (*self.score_mods, *as_score_mods(score_mods))

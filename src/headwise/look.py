@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwise.attention import MultiHeadAttention
 from headwise.errors import AttentionError, ConversionError
 from headwise.inspection import HeadStatistics, head_statistics, record, strongest_pairs
 
@@ -106,7 +107,7 @@ def look_embedded(text: str) -> Look:
         remark = f"The text has {ids.shape[-1]} bytes; the first {model.max_length} are shown."
         ids = ids[..., : model.max_length]
     tokens = Tokens(ids.reshape(1, -1), demo.pieces(ids.flatten()), [False] * ids.numel(), remark)
-    attentions = [layer.attention for layer in model.layers]
+    attentions = [m for m in model.modules() if isinstance(m, MultiHeadAttention)]
 
     def stock(ids: Tensor) -> Tensor:
         chosen = [attention.backend for attention in attentions]
@@ -128,7 +129,8 @@ def look_minilm(text: str) -> Look:
         return look_folder(minilm.fetch(), text, "MiniLM (a trained BERT)")
     except ConversionError as error:
         found = look_embedded(text)
-        return replace(found, remark=f"MiniLM cannot be shown: {error} Here is the embedded model instead. {found.remark}")
+        remark = f"MiniLM cannot be shown: {error} Here is the embedded model instead. {found.remark}"
+        return replace(found, remark=remark.strip())
 
 
 def look_folder(folder: Path, text: str, name: str = "") -> Look:

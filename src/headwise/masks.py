@@ -4,7 +4,7 @@ True means *may attend*. ``Causal() & Window(4)`` is sliding-window attention, `
 language model, ``~Document(ids)`` everything but one's own document. Masks compare indices (see ``Positions``).
 
 A new mask is a frozen dataclass with one method, ``allowed``; ``spans`` makes it fast and ``bind`` is for masks that
-hold tensors of the call. It then works on every backend, can be drawn, and ``parse`` (notation.py) finds it by its name.
+hold tensors of the call. It then works on every backend, can be drawn, and ``parse`` finds it by its name.
 """
 
 from abc import ABC, abstractmethod
@@ -71,7 +71,7 @@ class Mask(ABC):
     # Two masks are equal when they are of one kind and hold equal numbers; tensors are compared by identity,
     # since comparing their contents would wait for the device.
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash((type(self), self._key()))
@@ -346,7 +346,7 @@ class Padding(Mask):
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         if self.is_boolean:
-            return self.lengths[b, k - self.first_key]  # type: ignore[index]
+            return self.lengths[b, k - self.first_key]  # type: ignore[index, call-overload]
         return k < _at(self.lengths, b) if self.left is None else k >= _at(self.left, b)
 
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
@@ -767,8 +767,8 @@ def check_tile(tensor: Tensor, what: str) -> None:
     strided(tensor, what)
     if tensor.dim() == 3:
         raise ShapeError(
-            f"A {what} of shape {tuple(tensor.shape)} is ambiguous: its first dimension could be the batch or the heads. "
-            "Give (queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
+            f"A {what} of shape {tuple(tensor.shape)} is ambiguous: its first dimension could be the batch or the "
+            "heads. Give (queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
         )
     if tensor.dim() not in (2, 4):
         raise ShapeError(

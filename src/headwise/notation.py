@@ -135,9 +135,8 @@ def _read(node: ast.expr) -> Any:
         case ast.Name(id=name) if name in known:
             raise ShapeError(f"{name} at character {node.col_offset + 1} needs parentheses: {name}().")
         case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
-            raise ShapeError(
-                f"There is no mask {name!r:.40} (character {node.col_offset + 1}); there are {', '.join(sorted(known))}."
-            )
+            there = ", ".join(sorted(known))
+            raise ShapeError(f"There is no mask {name!r:.40} (character {node.col_offset + 1}); there are {there}.")
     raise ShapeError(
         f"A mask text cannot hold {type(node).__name__} (character {node.col_offset + 1}); it holds masks, numbers, "
         "&, |, ~ and parentheses."

@@ -75,8 +75,8 @@ class RotaryEmbedding(nn.Module):
         ):
             given = tuple(position.shape) if isinstance(position, Tensor) else type(position).__name__
             raise ShapeError(
-                f"Positions {given} do not fit heads of shape {tuple(x.shape)}; give one whole number per token, (1, tokens) "
-                "or (batch, tokens)."
+                f"Positions {given} do not fit heads of shape {tuple(x.shape)}; give one whole number per token, "
+                "(1, tokens) or (batch, tokens)."
             )
         # float32 whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
         # elementwise product, since autocast would turn a matmul into half precision.

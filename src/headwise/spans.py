@@ -8,6 +8,7 @@ O(T) where a dense mask is O(T·S). The idea of intervals instead of a dense mas
 Rows count the queries of a call from 0, slots its keys from 0. A slot is an index less the index of the first key.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -147,7 +148,7 @@ def stack_heads(spans: list[Spans]) -> Spans:
     return Spans(rows, slots, runs=runs)
 
 
-def _tighter(pick, a: int | None, b: int | None) -> int | None:
+def _tighter(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else pick(a, b)
 
 

@@ -114,8 +114,8 @@ class Inputs:
                     else type(new).__name__
                 )
                 raise ShapeError(
-                    f"{type(mod).__name__} returned {given} for scores of shape {tuple(scores.shape)}; return a floating "
-                    "point score for each."
+                    f"{type(mod).__name__} returned {given} for scores of shape {tuple(scores.shape)}; return a "
+                    "floating point score for each."
                 )
             scores = new.to(scores.dtype).expand(scores.shape)
         return scores

@@ -69,7 +69,7 @@ def record(model: nn.Module) -> Iterator[list[Call]]:
             # a transformers model passes its own attention module to the plug-in, which looks for the same attribute
             if isinstance(module, MultiHeadAttention) or "Attention" in type(module).__name__:
                 before.append((module, getattr(module, "observer", _ABSENT)))
-                module.observer = _Recorder(name, calls, getattr(module, "observer", None))  # type: ignore[assignment]
+                module.observer = _Recorder(name, calls, getattr(module, "observer", None))
         yield calls
     finally:
         for module, observer in before:
