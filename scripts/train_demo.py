@@ -40,16 +40,19 @@ def text_rows(text: Tensor, count: int, length: int, generator: torch.Generator)
     return text[starts + torch.arange(length)]
 
 
+def between(low: int, high: int, generator: torch.Generator) -> int:
+    """A random number, small ones as often as large ones: uniform in its logarithm."""
+    return round(low * (high / low) ** torch.rand((), generator=generator).item())
+
+
 def repeat_row(text: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """A segment again and again, and its length: random bytes, printable ones, or a span of the text."""
-    kind = int(torch.randint(3, (), generator=generator))
-    size = int(torch.randint(length // 16, length // 2 + 1, (), generator=generator))
-    if kind == 0:
-        segment = torch.randint(256, (size,), generator=generator)
-    elif kind == 1:
-        segment = torch.randint(32, 127, (size,), generator=generator)
-    else:
+    """A segment again and again, and its length: a span of the text, or draws from a few or many bytes."""
+    size = between(3, length // 2, generator)
+    if torch.rand((), generator=generator) < 0.25:
         segment = text_rows(text, 1, size, generator)[0]
+    else:
+        alphabet = torch.randperm(256, generator=generator)[: between(4, 256, generator)]
+        segment = alphabet[torch.randint(len(alphabet), (size,), generator=generator)]
     return segment.repeat(-(-length // size))[:length], size
 
 
@@ -67,6 +70,17 @@ def make_batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor
 
 
 @torch.no_grad()
+def prefer_near(model: DemoModel) -> None:
+    """Let the first layer start with scores that fall with distance, each head in a way of its own.
+
+    From equal scores the heads take thousands of steps to find that the previous token matters.
+    """
+    attention = model.layers[0].attention
+    torch.nn.init.normal_(attention.q_proj.bias, std=2.0)
+    attention.k_proj.bias.copy_(attention.q_proj.bias)  # a rotated copy is most like itself at distance 0
+
+
+@torch.no_grad()
 def head_scores(model: DemoModel, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Mean weight of each layer and head on the previous token, and on what followed the last time.
 
@@ -77,9 +91,7 @@ def head_scores(model: DemoModel, generator: torch.Generator) -> tuple[Tensor, T
     segments = torch.stack([torch.randperm(256, generator=generator)[:size] for _ in range(rows)])
     seen: list[Tensor] = []
     for layer in model.layers:
-        layer.attention.observer = lambda x, out, lse: seen.append(
-            attention_weights(x.query, x.key, mask=x.mask)
-        )
+        layer.attention.observer = lambda x, out, lse: seen.append(attention_weights(x.query, x.key, mask=x.mask))
     model(segments.repeat(1, 2))
     for layer in model.layers:
         layer.attention.observer = None
@@ -96,11 +108,9 @@ def best(scores: Tensor) -> str:
     return f"{scores.max():.3f} (layer {layer}, head {head})"
 
 
-def train(
-    model: DemoModel, text: Tensor, steps: int, generator: torch.Generator, say: Callable[[str], None]
-) -> None:
+def train(model: DemoModel, text: Tensor, steps: int, generator: torch.Generator, say: Callable[[str], None]) -> None:
     """Adam with a short warm-up and a cosine decay."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = min(100, steps // 4)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -157,6 +167,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = DemoModel(max_length=LENGTH)
+    prefer_near(model)
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{parameters:,} parameters, {len(text):,} bytes of text, {steps} steps")
     train(model, text, steps, generator, say)
@@ -166,9 +177,7 @@ def main() -> None:
     told = {"text": options.text.name, "seed": str(options.seed), "steps": str(steps)}
     save_file(model.state_dict(), output, {"config": json.dumps(model.config), **told})
     say(f"saved {output}: {output.stat().st_size:,} bytes")
-    for name, scores in zip(
-        ("previous token", "induction"), head_scores(load(output), generator), strict=True
-    ):
+    for name, scores in zip(("previous token", "induction"), head_scores(load(output), generator), strict=True):
         say(f"{name}: {best(scores)}; by layer and head:")
         for row in scores.tolist():
             say("   " + " ".join(f"{score:.2f}" for score in row))

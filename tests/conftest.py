@@ -11,7 +11,7 @@ import torch
 
 
 def pytest_configure(config):
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)  # the tensors are small, and threads that wait for each other on a busy machine are slow
     # under deterministic algorithms torch.empty is filled with NaN, so reading what was never written is seen
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -24,13 +24,14 @@ def assert_as_good_as(
     rounding term that is stated here and nowhere else:
 
         accumulation in float32 (float64 for float64)    8 · eps(wide) · √terms · largest magnitude
-        terms that are rounded before they are summed    eps(dtype) / 2 · inner
+        terms that are rounded before they are summed    eps(dtype) · inner
 
     √terms is how rounding errors of random sign grow in a sum of ``terms`` terms, in whatever order; 8 covers
     the steps that follow one another (score, exponential, sum, division, sum). ``plain`` is counted with at
     least eps(dtype) / 4 · largest magnitude: of a few numbers it may by luck have paid less for its own
     rounding. None of this leaves room for a sum that is itself kept in half precision: its errors grow with
-    √terms at eps(dtype).
+    √terms at eps(dtype). A rounding is even in ±eps/2 of its term, so that three standard deviations of a sum of
+    rounded terms are √3/2 · eps · the root of the sum of their squares.
 
     Args:
         got: What the library computed.
@@ -64,7 +65,7 @@ def assert_as_good_as(
         assert rounded.isfinite().all(), f"{what}: the plain formula is not finite where the float64 value is"
         by_plain = max((rounded - want).abs().max().item(), torch.finfo(got.dtype).eps / 4 * size)
     limit = 2 * by_plain + 8 * torch.finfo(wide).eps * math.sqrt(max(1, terms)) * max(size, inner)
-    limit += torch.finfo(got.dtype).eps / 2 * inner
+    limit += torch.finfo(got.dtype).eps * inner
     error = (got64 - want).abs()
     assert error.max() <= limit, (
         f"{what}: error {error.max().item():.3e} is above {limit:.3e}, in {int((error > limit).sum())} of "

@@ -53,14 +53,18 @@ def attend(
     modified = None
     if modify is not None:  # over all pairs, hidden ones included: only those that are seen are read below
         modified = modify(torch.einsum("bhtd,bhsd->bhts", query, key.repeat_interleave(group, 1)) * scale)
+    # taken apart once: the gradient of an index into a whole tensor is a whole tensor
+    query_bht, key_bk, value_bk = _apart(query, 3), _apart(key, 2), _apart(value, 2)
+    modified_bht = None if modified is None else _apart(modified, 3)
     for b in range(batch):
         for h in range(heads):
+            keys, values = key_bk[b][h // group], value_bk[b][h // group]
             for t in range(rows):
                 seen = allowed[b, h, t].nonzero()[:, 0]
-                if modified is None:
-                    score = (key[b, h // group, seen] * query[b, h, t]).sum(-1) * scale
+                if modified_bht is None:
+                    score = keys[seen] @ query_bht[b][h][t] * scale
                 else:
-                    score = modified[b, h, t, seen]
+                    score = modified_bht[b][h][t][seen]
                 if softcap is not None:
                     score = softcap * torch.tanh(score / softcap)
                 if bias is not None:
@@ -77,7 +81,7 @@ def attend(
                 weights.append(value.new_zeros(slots).index_put((seen,), weight))
                 if drop is not None:
                     weight = weight * drop.double().expand(everything)[b, h, t, seen]
-                outs.append(weight @ value[b, h // group, seen])
+                outs.append(weight @ values[seen])
     if not outs:
         shapes = ((batch, heads, rows, value.shape[-1]), everything, everything[:3])
         return tuple(value.new_zeros(shape) for shape in shapes)
@@ -87,3 +91,7 @@ def attend(
         weight.unflatten(0, everything[:3]),
         lse.unflatten(0, everything[:3]),
     )
+
+
+def _apart(x: Tensor, levels: int) -> list | Tensor:
+    return x if levels == 0 else [_apart(part, levels - 1) for part in x.unbind()]

@@ -29,11 +29,28 @@ def bert_base():
     return made("BertForMaskedLM", "BertConfig", {"vocab_size": V, "initializer_range": 0.05})
 
 
+GPT2 = {
+    "vocab_size": V,
+    "n_embd": 156,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 32,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+@pytest.fixture(scope="module")
+def gpt2_base():
+    """GPT-2 with 12 layers of 12 heads, on 156 features."""
+    return made("GPT2LMHeadModel", "GPT2Config", GPT2)
+
+
 @pytest.fixture(scope="module")
 def gpt2():
-    """GPT-2 with 12 layers of 12 heads, on 156 features."""
-    options = {"n_embd": 156, "n_positions": 32, "initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": None}
-    return made("GPT2LMHeadModel", "GPT2Config", {"vocab_size": V} | options)
+    """GPT-2 with 2 layers of 12 heads."""
+    return made("GPT2LMHeadModel", "GPT2Config", GPT2 | {"n_layer": 2})
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +73,12 @@ def made(model_name, config_name, options):
 
 
 def batch(padding):
-    """Tokens with their attention mask, and which of them are real. Padded: row 1 at the end, row 2 at the start."""
+    """Tokens with their attention mask, and which of them are real: padding at the end of row 1, the start of row 2."""
     ids = torch.randint(5, V, (B, T), generator=torch.Generator().manual_seed(1))
     real = torch.ones(B, T, dtype=torch.bool)
-    if padding == "padded":
+    if padding in ("padded", "padded at the end"):
         real[1, -PAD:] = False
+    if padding == "padded":
         real[2, :PAD] = False
     mask = None if padding == "no mask" else real.long()
     return {"input_ids": ids.masked_fill(~real, 0), "attention_mask": mask}, real
@@ -84,7 +102,7 @@ def three(models, inputs, **more):
 
 
 @pytest.mark.parametrize("padding", ["no mask", "padded"])
-@pytest.mark.parametrize("family", ["bert_base", "gpt2"])
+@pytest.mark.parametrize("family", ["bert_base", "gpt2_base"])
 def test_equals_eager(family, padding, request):
     models = request.getfixturevalue(family)
     inputs, real = batch(padding)
@@ -148,7 +166,8 @@ def test_generates_as_eager(gpt2, padding, cache):
         real = torch.ones(B, T, dtype=torch.bool)
         real[1, :PAD] = real[2, : PAD + 1] = False
         inputs = {"input_ids": inputs["input_ids"].masked_fill(~real, 0), "attention_mask": real.long()}
-    options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    options["no_repeat_ngram_size"] = 1  # or random weights answer with one token, which would compare nothing
     if cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
     found = []
@@ -156,7 +175,6 @@ def test_generates_as_eager(gpt2, padding, cache):
         model.set_attn_implementation(name)
         found.append(model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True))
     assert torch.equal(found[0].sequences, found[1].sequences)
-    assert len(found[0].sequences[:, T:].unique()) > B  # no constant answer, which would compare nothing
     for got, want, plain in zip(*(out.logits for out in found), strict=True):
         assert_as_good_as(got, want.double(), plain, terms=156)
 
@@ -253,7 +271,9 @@ FAMILIES = {
         SMALL | {"sliding_window": 4, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
     ),
     "sinks": (
-        "GptOssModel", "GptOssConfig", SMALL | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+        "GptOssModel", "GptOssConfig",
+        SMALL | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1,
+                 "experts_implementation": "eager"},
     ),
     "bidirectional window": (
         "ModernBertModel", "ModernBertConfig",
@@ -267,7 +287,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("padding", ["no mask", "padded"])
+# Not at the start: some of these models take softmax in float32 even in float64, where eager then answers NaN for a
+# query that sees nothing, and so for all that follow.
+@pytest.mark.parametrize("padding", ["no mask", "padded at the end"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families(family, padding):
     models = made(*FAMILIES[family])
@@ -362,10 +384,9 @@ def test_order_of_cap_bias_and_mask():
         ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "cu_seq_lens_q packs 2 sequences"),
         ({"module": Attention()}, "Attention gave no mask .* set is_causal"),
         ({"is_causal": False, "sliding_window": 3}, "window of 3 for 5 keys"),
-        ({"mask": torch.ones(B, 5, dtype=torch.bool)}, r"a mask \(2, 5\); one of four dimensions"),
-        ({"mask": "causal"}, "a mask str; one of four dimensions"),
+        ({"mask": torch.ones(B, 5, dtype=torch.bool)}, r"a mask \(3, 5\); one of four dimensions"),
         ({"mask": torch.ones(B, 1, 5, 5, dtype=torch.int64)}, "dtype torch.int64"),
-        ({"mask": torch.ones(B, 1, 5, 4, dtype=torch.bool)}, r"\(2, 1, 5, 4\) does not fit"),
+        ({"mask": torch.ones(B, 1, 5, 4, dtype=torch.bool)}, r"\(3, 1, 5, 4\) does not fit"),
     ],
 )
 def test_what_is_not_understood_is_refused(options, text):

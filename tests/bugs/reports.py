@@ -14,11 +14,12 @@ from cases import BACKEND_NAMES
 from helpers import assert_as_good_as, leaf, plain_attention, randn
 
 from headwise import KVCache, MultiHeadAttention, Positions, attention
-from headwise.errors import UnsupportedError
 
 ALL = ("auto", *BACKEND_NAMES)
 MODES = ("train", "eval", "no_grad", "inference_mode")
 every_backend = pytest.mark.parametrize("backend", ALL)
+each_backend = pytest.mark.parametrize("backend", BACKEND_NAMES)  # where "auto" is one of them and nothing else
+with_and_without_gradients = pytest.mark.parametrize("mode", ("train", "no_grad"))
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -168,14 +169,3 @@ class Buffer(KVCache):
         self.key[:, :, self.count : stop], self.value[:, :, self.count : stop] = key, value
         self.count = stop
         return self.key, self.value, Positions(self.size)
-
-
-def refused(backend, *, by, **how):
-    """Whether a backend refuses a call, as those in ``by`` must; the call is not run then."""
-    return backend in by and _refuses(backend, **how)
-
-
-def _refuses(backend, **how):
-    with pytest.raises(UnsupportedError):
-        attention(backend=backend, **how)
-    return True

