@@ -6,7 +6,7 @@
 is how the shipped file was made (seed 0, torch 2.13.0, one thread). Another version of torch or another
 processor may round differently, and other heads then take the same jobs.
 
-Half of each batch is text. The other half is random: a segment of varying length given again and again. Only
+A third of each batch is text. The rest is random: a segment of varying length given again and again. Only
 finding its last copy predicts the next byte, so a head of the first layer learns to look at the previous
 token, and a head of the second at what followed the last time (an induction head). Were all segments of one
 length, looking back a fixed distance would do.
@@ -30,7 +30,8 @@ from headwise import attention_weights
 from headwise.demo.model import WEIGHTS, DemoModel, load
 
 TEXT = Path(__file__).with_name("demo_text.txt")
-BATCH, LENGTH = 16, 128
+LENGTH = 128
+TEXT_ROWS, REPEAT_ROWS = 8, 16
 UNPREDICTABLE = -100  # the target that cross_entropy leaves out
 
 
@@ -46,22 +47,24 @@ def between(low: int, high: int, generator: torch.Generator) -> int:
 
 
 def repeat_row(text: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """A segment again and again, and its length: a span of the text, or draws from a few or many bytes."""
+    """A segment again and again, and its length: a span of the text, or random bytes that all differ.
+
+    Bytes that came twice in a segment would teach heads to compare longer contexts than one token.
+    """
     size = between(3, length // 2, generator)
-    if torch.rand((), generator=generator) < 0.25:
+    if torch.rand((), generator=generator) < 0.125:
         segment = text_rows(text, 1, size, generator)[0]
     else:
-        alphabet = torch.randperm(256, generator=generator)[: between(4, 256, generator)]
-        segment = alphabet[torch.randint(len(alphabet), (size,), generator=generator)]
+        segment = torch.randperm(256, generator=generator)[:size]
     return segment.repeat(-(-length // size))[:length], size
 
 
-def make_batch(text: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets: half text, half repeated segments, whose first copy is not asked for."""
-    whole = text_rows(text, BATCH // 2, LENGTH + 1, generator)
+def make_batch(text: Tensor, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets: rows of text, then repeated segments, whose first copy is not asked for."""
+    whole = text_rows(text, TEXT_ROWS, length + 1, generator)
     inputs, targets = [whole[:, :-1]], [whole[:, 1:]]
-    for _ in range(BATCH // 2):
-        row, size = repeat_row(text, LENGTH + 1, generator)
+    for _ in range(REPEAT_ROWS):
+        row, size = repeat_row(text, length + 1, generator)
         target = row[1:].clone()
         target[: size - 1] = UNPREDICTABLE
         inputs.append(row[None, :-1])
@@ -119,11 +122,11 @@ def train(model: DemoModel, text: Tensor, steps: int, generator: torch.Generator
     started = time.perf_counter()
     probe = torch.Generator()
     for step in range(1, steps + 1):
-        inputs, targets = make_batch(text, generator)
+        length = LENGTH // 2 if step <= 0.4 * steps else LENGTH  # what repeats is found sooner in short rows
+        inputs, targets = make_batch(text, length, generator)
         logits = model(inputs)
-        half = BATCH // 2
-        of_text = F.cross_entropy(logits[:half].flatten(0, 1), targets[:half].flatten())
-        of_repeats = F.cross_entropy(logits[half:].flatten(0, 1), targets[half:].flatten())
+        of_text = F.cross_entropy(logits[:TEXT_ROWS].flatten(0, 1), targets[:TEXT_ROWS].flatten())
+        of_repeats = F.cross_entropy(logits[TEXT_ROWS:].flatten(0, 1), targets[TEXT_ROWS:].flatten())
         optimizer.zero_grad()
         (of_text + of_repeats).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -61,10 +61,7 @@ def attend(
             keys, values = key_bk[b][h // group], value_bk[b][h // group]
             for t in range(rows):
                 seen = allowed[b, h, t].nonzero()[:, 0]
-                if modified_bht is None:
-                    score = keys[seen] @ query_bht[b][h][t] * scale
-                else:
-                    score = modified_bht[b][h][t][seen]
+                score = keys[seen] @ query_bht[b][h][t] * scale if modify is None else modified_bht[b][h][t][seen]
                 if softcap is not None:
                     score = softcap * torch.tanh(score / softcap)
                 if bias is not None:

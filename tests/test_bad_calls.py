@@ -500,7 +500,7 @@ SCORES = (
     ("whole slopes", lambda: ALiBi(3, torch.ones(3, dtype=torch.int64)),
         "ALiBi for 3 heads was given slopes as torch.int64 of shape (3,); give as many floating point "
         "numbers."),
-    ("slopes on another device", lambda: call(score_mods=[ALiBi(H).to(meta)]),
+    ("slopes on another device", lambda: call(score_mods=[ALiBi(H, torch.ones(H)).to(meta)]),
         "The ALiBi is on meta and the query on cpu; move it with .to()."),
     ("cap of 0", lambda: Softcap(0),
         "A softcap of 0 bounds nothing; give a number above 0."),

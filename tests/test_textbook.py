@@ -222,12 +222,16 @@ WRONG = {
         _changed(k_lin__bias=torch.ones(15, dtype=torch.float64, device="meta")), ConversionError, "cpu, meta",
     ),
     "key width": (
-        _changed(k_lin__weight=torch.ones(15, 14).double()), ShapeError, r"k_lin.weight has shape \(15, 14\).*\(15, 15\)",
+        _changed(k_lin__weight=torch.ones(15, 14).double()),
+        ShapeError,
+        r"k_lin.weight has shape \(15, 14\).*\(15, 15\)",
     ),
     "value rows": (
         _changed(v_lin__weight=torch.ones(12, 15).double()), ShapeError, r"v_lin.weight has shape \(12, 15\)",
     ),
-    "bias length": (_changed(q_lin__bias=torch.ones(14).double()), ShapeError, r"q_lin.bias has shape \(14,\).*\(15,\)"),
+    "bias length": (
+        _changed(q_lin__bias=torch.ones(14).double()), ShapeError, r"q_lin.bias has shape \(14,\).*\(15,\)",
+    ),
     "output width": (
         _changed(out_lin__weight=torch.ones(15, 12).double()), ShapeError, r"out_lin.weight has shape \(15, 12\)",
     ),

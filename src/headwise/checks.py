@@ -289,6 +289,8 @@ def place(
         raise ShapeError("lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths).")
     if queries is None and cache is not None:
         queries = cache.next_positions(query.shape[-2])
+    if queries is not None:
+        check_positions(queries, query.shape[-2], "query")
     if keys is None and key is query:
         keys = queries
     return stand(query.shape[-2], key.shape[-2], queries, keys)

@@ -15,9 +15,11 @@ from headwise.errors import ShapeError
 from headwise.positions import integer
 
 
-def default_frequencies(head_dim: int, base: float) -> Float[Tensor, " F"]:
-    """Angle per position of each pair: base^(-2i/head_dim), in float32."""
-    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def default_frequencies(
+    head_dim: int, base: float, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> Float[Tensor, " F"]:
+    """Angle per position of each pair: base^(-2i/head_dim)."""
+    return base ** (-torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim)
 
 
 class RotaryEmbedding(nn.Module):
@@ -44,13 +46,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, *, base: float = 10_000.0, interleaved: bool = False) -> None:
         super().__init__()
         if integer(head_dim, "head_dim of a rotary embedding") < 2 or head_dim % 2:
-            raise ShapeError(
-                f"Rotary embeddings turn pairs of dimensions, and {head_dim} is not even and above 0."
-            )
+            raise ShapeError(f"Rotary embeddings turn pairs of dimensions, and {head_dim} is not even and above 0.")
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < math.inf:
-            raise ShapeError(
-                f"A rotary base of {base!r} gives no angles; give a number above 0, such as 10000."
-            )
+            raise ShapeError(f"A rotary base of {base!r} gives no angles; give a number above 0, such as 10000.")
         self.head_dim = head_dim
         self.base = base
         self.interleaved = interleaved
@@ -78,11 +76,11 @@ class RotaryEmbedding(nn.Module):
                 f"Positions {given} do not fit heads of shape {tuple(x.shape)}; give one whole number per token, "
                 "(1, tokens) or (batch, tokens)."
             )
-        # float32 whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
+        # float32 at least, whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
         # elementwise product, since autocast would turn a matmul into half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
-        frequencies = default_frequencies(self.head_dim, self.base).to(x.device)
-        angle = position[:, None, :, None].to(wide) * frequencies.to(wide)
+        frequencies = default_frequencies(self.head_dim, self.base, wide, x.device)
+        angle = position[:, None, :, None].to(wide) * frequencies
         cos, sin = angle.cos(), angle.sin()
         a, b = x.to(wide).unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else x.to(wide).chunk(2, -1)
         turned = (a * cos - b * sin, a * sin + b * cos)

@@ -58,7 +58,6 @@ def test_cau_2_more_queries_than_keys(backend):
     check(backend, query, key, value, torch.ones(5, 2, dtype=torch.bool).tril(-3), mask=Causal())
 
 
-CACHES = {"grows": Grows, "buffer": lambda: Buffer(10)}
 CHUNKS = {
     "CAU-3 one by one": [1] * 5,
     "CAU-4 seven and nine": [7, 9],
@@ -70,7 +69,7 @@ CHUNKS = {
 
 @every_backend
 @pytest.mark.parametrize("mask", ["layer", "call", "both"])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache", ["grows", "buffer"])
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_cau_3_4_5_any_chunks_through_a_cache_are_one_pass(chunks, cache, mask, backend):
     """The causal mask was made for the first positions, of the wrong size, or over slots that were empty."""

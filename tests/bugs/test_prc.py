@@ -31,7 +31,8 @@ def test_prc_1_float32_masks_under_autocast(masked, mode, backend):
         out = made(x, mask=mask, score_mods=mods)
         seen = []
         made.observer = lambda x, out, lse: seen.append((x.query.dtype, out.dtype))
-        if mode != "train" or masked != "trained bias" or backend != "sdpa":
+        # an observer asks for the log-sum-exp, which sdpa has not together with the gradient of a bias
+        if not (masked == "trained bias" and backend == "sdpa" and mode in ("train", "eval")):
             assert torch.equal(made(x, mask=mask, score_mods=mods), out)
             assert seen == [(torch.bfloat16, torch.bfloat16)]
     assert out.dtype == torch.bfloat16
@@ -103,20 +104,21 @@ def projected(made, x):
 class InFloat32(nn.Module):
     """A norm that gives float32 back whatever it gets, as some do under autocast."""
 
+    def __init__(self, size):
+        super().__init__()
+
     def forward(self, x):
         return nn.functional.rms_norm(x.float(), x.shape[-1:])
 
 
 @every_backend
 @every_mode
-@pytest.mark.parametrize(
-    "norm", [lambda: nn.RMSNorm(8), lambda: nn.LayerNorm(8), InFloat32], ids=["rms", "layer", "f32"]
-)
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, InFloat32])
 @pytest.mark.parametrize("rotary", [False, True], ids=["no rotary", "rotary"])
 def test_prc_4_norms_that_widen_under_autocast(rotary, norm, mode, backend):
     """The norms gave float32 queries and keys beside bfloat16 values, and the fused call refused them."""
     made = layer(16, 2, backend=backend)
-    made.q_norm, made.k_norm = norm(), norm()
+    made.q_norm, made.k_norm = norm(8), norm(8)
     made.rotary = RotaryEmbedding(8) if rotary else None
     x = randn(2, 5, 16, seed=50)
     with running(mode, made), torch.autocast("cpu", dtype=torch.bfloat16):

