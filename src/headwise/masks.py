@@ -96,9 +96,7 @@ class Mask(ABC):
 
     def __bool__(self) -> bool:
         # `Causal() and Window(3)` would be Window(3)
-        raise ShapeError(
-            "A mask is neither true nor false; join masks with &, | and ~, not with and, or and not."
-        )
+        raise ShapeError("A mask is neither true nor false; join masks with &, | and ~, not with and, or and not.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,8 +124,9 @@ class And(Mask):
         return (self.a, self.b)
 
     def __repr__(self) -> str:
-        # parentheses round an Or, since & binds tighter: parse(repr(mask)) == mask
-        return " & ".join(f"({m})" if isinstance(m, Or) else repr(m) for m in (self.a, self.b))
+        # parentheses where & binds tighter or would join from the left: parse(repr(mask)) == mask
+        a = f"({self.a!r})" if isinstance(self.a, Or) else repr(self.a)
+        return f"{a} & ({self.b!r})" if isinstance(self.b, (And, Or)) else f"{a} & {self.b!r}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +154,7 @@ class Or(Mask):
         return (self.a, self.b)
 
     def __repr__(self) -> str:
-        return f"{self.a!r} | {self.b!r}"
+        return f"{self.a!r} | ({self.b!r})" if isinstance(self.b, Or) else f"{self.a!r} | {self.b!r}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +171,7 @@ class Not(Mask):
 
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
         a = self.a.spans(queries, keys)
-        return None if a is None else ~a
+        return None if a is None else a.__invert__()  # torch.compile cannot trace ~ of such an object
 
     def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
         return Not(self.a.bind(batch, heads, queries, keys))
@@ -259,9 +258,7 @@ class Window(Mask):
         for name in ("left", "right"):
             side = getattr(self, name)
             if side is not None and integer(side, f"{name}= of a window") < 0:
-                raise ShapeError(
-                    f"A window cannot reach {side} tokens to the {name}; give 0 or more, or None."
-                )
+                raise ShapeError(f"A window cannot reach {side} tokens to the {name}; give 0 or more, or None.")
 
     @property
     def sides(self) -> tuple[int | None, int | None]:
@@ -286,11 +283,7 @@ class Window(Mask):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"Window({self.size})"
-            if self.size is not None
-            else f"Window(left={self.left}, right={self.right})"
-        )
+        return f"Window({self.size})" if self.size is not None else f"Window(left={self.left}, right={self.right})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -393,9 +386,7 @@ class Document(Mask):
                 continue
             if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
                 kind = f"a {ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
-                raise ShapeError(
-                    f"{name} of a document mask is {kind}; give a tensor of integers, one id per token."
-                )
+                raise ShapeError(f"{name} of a document mask is {kind}; give a tensor of integers, one id per token.")
             if ids.dim() not in (1, 2):
                 raise ShapeError(
                     f"{name} of a document mask has {ids.dim()} dimensions; give (tokens,) or (batch, tokens)."
@@ -406,13 +397,9 @@ class Document(Mask):
     def from_lengths(cls, lengths: list[int], device: torch.device | str | None = None) -> "Document":
         """Documents of the given lengths, one after the other in each row."""
         if not isinstance(lengths, (list, tuple)):
-            raise ShapeError(
-                f"The lengths of documents are {type(lengths).__name__}; give a list of whole numbers."
-            )
+            raise ShapeError(f"The lengths of documents are {type(lengths).__name__}; give a list of whole numbers.")
         if any(integer(n, "The length of a document") < 0 for n in lengths):
-            raise ShapeError(
-                f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more."
-            )
+            raise ShapeError(f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more.")
         counts = torch.tensor(lengths, dtype=torch.int64, device=device)
         ids = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
         stop = counts.cumsum(0)
@@ -562,9 +549,7 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         values = self.values
         if not isinstance(values, Tensor):
-            raise ShapeError(
-                f"A dense mask is a boolean tensor, not {type(values).__name__}; make it one first."
-            )
+            raise ShapeError(f"A dense mask is a boolean tensor, not {type(values).__name__}; make it one first.")
         if values.is_floating_point():
             raise ShapeError(
                 f"A mask of dtype {values.dtype} could mean numbers to be added or 0 for hidden. Pass Bias(tensor) in "
@@ -679,11 +664,7 @@ class PerHead(Mask):
         spans = [m.spans(queries, keys) for m in self.masks]
         found = [s for s in spans if s is not None]
         # a part that itself differs by head (PerHead inside PerHead) would need its own slice of heads
-        if (
-            not found
-            or len(found) < len(spans)
-            or any(s.runs is not None and s.runs.shape[1] > 1 for s in found)
-        ):
+        if not found or len(found) < len(spans) or any(s.runs is not None and s.runs.shape[1] > 1 for s in found):
             return None
         return stack_heads(found)
 
@@ -707,17 +688,13 @@ class CustomMask(Mask):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ShapeError(
-                f"A custom mask takes a function of (b, h, q, k), not {type(self.function).__name__}."
-            )
+            raise ShapeError(f"A custom mask takes a function of (b, h, q, k), not {type(self.function).__name__}.")
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         seen = self.function(b, h, q, k)
         if not isinstance(seen, Tensor) or seen.dtype != torch.bool:
             kind = seen.dtype if isinstance(seen, Tensor) else type(seen).__name__
-            raise ShapeError(
-                f"A custom mask returned {kind}, not booleans; return a comparison such as q >= k."
-            )
+            raise ShapeError(f"A custom mask returned {kind}, not booleans; return a comparison such as q >= k.")
         asked = torch.broadcast_shapes(b.shape, h.shape, q.shape, k.shape)
         if not broadcasts(seen.shape, asked):
             raise ShapeError(
@@ -781,9 +758,7 @@ def strided(tensor: Tensor, what: str) -> None:
     """Refuse sparse and nested tensors, and other layouts that have no strides."""
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ShapeError(
-            f"The {what} is a {kind} tensor; make it an ordinary one, with padding or to_dense()."
-        )
+        raise ShapeError(f"The {what} is a {kind} tensor; make it an ordinary one, with padding or to_dense().")
 
 
 def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -815,9 +790,7 @@ def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
                 f"{what} is a {value.dtype} tensor of shape {tuple(value.shape)}; give one integer per row, (batch,)."
             )
         hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value)
-        numbers = (
-            value.tolist() if type(value) is Tensor and value.device.type == "cpu" and not hidden else []
-        )
+        numbers = value.tolist() if type(value) is Tensor and value.device.type == "cpu" and not hidden else []
     else:
         numbers = [integer(value, what)]
     if least is not None and any(n < least for n in numbers):

@@ -76,8 +76,8 @@ class RotaryEmbedding(nn.Module):
                 f"Positions {given} do not fit heads of shape {tuple(x.shape)}; give one whole number per token, "
                 "(1, tokens) or (batch, tokens)."
             )
-        # float32 at least, whatever the dtype of x: half precision cannot tell neighbouring positions above 2048 apart. An
-        # elementwise product, since autocast would turn a matmul into half precision.
+        # float32 at least, whatever the dtype of x: half precision cannot tell neighbouring positions above 2048
+        # apart. An elementwise product, since autocast would turn a matmul into half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
         frequencies = default_frequencies(self.head_dim, self.base, wide, x.device)
         angle = position[:, None, :, None].to(wide) * frequencies

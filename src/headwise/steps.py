@@ -121,7 +121,7 @@ class Steps:
         for letter, m in zip("abcd", self.mistakes, strict=True):
             rows = _tokens(m.wrong_rows)
             lines += ["", *_wrap(f"({letter}) {m.title}"), f"scores ({m.letters}) {shape(m.scores)}"]
-            lines += _table(m.output, "B T E")
+            lines += ["", f"out  (B T E) {shape(tuple(m.output.shape))}", *_table(m.output, "B T E")]
             lines += _wrap(f"Off by up to {m.difference:.2f}, in {rows}. {m.says}")
             for place, numbers in (m.landed or {}).items():
                 lines += _wrap(f"{place}: {_runs(numbers)}", "    ")

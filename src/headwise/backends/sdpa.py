@@ -50,7 +50,9 @@ class Sdpa(Backend):
             # slices, not masks: they are free, and what nobody sees cannot leak
             key, value = key[..., start:stop, :], value[..., start:stop, :]
             inner = x.mask.spans(x.queries, type(x.keys)(stop - start, x.keys.start + start, x.keys.offset))
-            causal = inner is not None and not inner.is_full and _is_causal(inner)
+            # a branch, here and for the heads: under torch.compile a condition is symbolic, which SDPA does not take
+            if inner is not None and not inner.is_full and _is_causal(inner):
+                causal = True
             allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
             slots = slice(start, stop)
         else:
@@ -98,7 +100,9 @@ def _attend(
             sinks = sinks.unflatten(1, (kv_heads, group)).flatten(2, 3) if fold else sinks
         out, lse = _fused(query, key, value, mask, sinks, causal, x.scale)
     else:
-        grouped = key.shape[1] != query.shape[1]
+        grouped = False
+        if key.shape[1] != query.shape[1]:
+            grouped = True
         out = F.scaled_dot_product_attention(
             query, key, value, mask, x.dropout_p, causal, scale=x.scale, enable_gqa=grouped
         )

@@ -5,6 +5,7 @@ last time), and small enough to load in milliseconds. ``scripts/train_demo.py`` 
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,13 @@ class DemoModel(nn.Module):
     """A causal transformer over bytes, whose attention is ``MultiHeadAttention`` with rotary embeddings.
 
     Args:
-        num_layers: Number of layers.
         num_heads: Heads of each layer.
         embed_dim: Size of a token.
         hidden: Size inside each feed-forward.
         max_length: Most bytes that it takes: as many as it was trained on.
-        rotary_base: Base of the rotary embeddings; low, so that all six pairs of a head turn within so few bytes.
+        rotary_bases: Base of the rotary embeddings of each layer. A low one in the first, so that all six pairs
+            of a head turn within so few bytes and tell near from nearer; a high one in the second, so that most
+            pairs hardly turn and tokens are found however far they are.
 
     Attributes:
         layers: The layers; ``layers[i].attention`` is the attention of layer i.
@@ -78,27 +80,23 @@ class DemoModel(nn.Module):
 
     def __init__(
         self,
-        num_layers: int = 2,
         num_heads: int = 8,
         embed_dim: int = 96,
         hidden: int = 128,
         max_length: int = 128,
-        rotary_base: float = 30.0,
+        rotary_bases: Sequence[float] = (100.0, 1e6),
     ) -> None:
         super().__init__()
         self.config = {
-            "num_layers": num_layers,
             "num_heads": num_heads,
             "embed_dim": embed_dim,
             "hidden": hidden,
             "max_length": max_length,
-            "rotary_base": rotary_base,
+            "rotary_bases": list(rotary_bases),
         }
         self.max_length = max_length
         self.embedding = nn.Embedding(VOCABULARY, embed_dim)
-        self.layers = nn.ModuleList(
-            Block(embed_dim, num_heads, hidden, max_length, rotary_base) for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList(Block(embed_dim, num_heads, hidden, max_length, base) for base in rotary_bases)
         self.norm = nn.LayerNorm(embed_dim)
         self.unembedding = nn.Linear(embed_dim, VOCABULARY, bias=False)
 
