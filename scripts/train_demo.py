@@ -161,7 +161,12 @@ def main() -> None:
         steps, output = 20, options.output or Path(tempfile.mkdtemp()) / "demo-model.safetensors"
         if output.resolve() == WEIGHTS.resolve():
             parser.error("--quick does not overwrite the model that ships; give another --output")
-    text = torch.tensor(list(options.text.read_bytes()), dtype=torch.int64)
+    if steps < 1:
+        parser.error(f"--steps {steps} trains nothing; give at least 1")
+    try:
+        text = torch.tensor(list(options.text.read_bytes()), dtype=torch.int64)
+    except OSError as error:
+        parser.error(f"{options.text} cannot be read: {error.strerror}")
     if len(text) <= LENGTH:
         parser.error(f"{options.text} has {len(text)} bytes; a text needs at least {LENGTH + 1}")
 

@@ -10,7 +10,18 @@ import random
 import oracle
 import pytest
 import torch
-from cases import BACKEND_NAMES, DTYPES, MASKS, SCORE_MODS, SHAPES, SMALL_SHAPES, SQUARE_MASKS, Call, ScoreCase
+from cases import (
+    BACKEND_NAMES,
+    DTYPES,
+    MASKS,
+    SCORE_MODS,
+    SHAPES,
+    SMALL_SHAPES,
+    SQUARE_MASKS,
+    Call,
+    MaskCase,
+    ScoreCase,
+)
 from helpers import assert_as_good_as, leaf, plain_attention, randn
 
 from headwise import BACKENDS, Backend, Full, Softcap, UnsupportedError, attention, attention_with_lse
@@ -183,19 +194,26 @@ def _inner(call: Call, tensors: list, weights: torch.Tensor, grad: dict) -> dict
     }
 
 
-def _check(row: dict) -> None:
-    """Compare one combination on every backend that can run it."""
-    call, dtype = CALLS[row["shape"]], row["dtype"]
+@functools.lru_cache(maxsize=2)
+def _expected(shape: str, mask: MaskCase, mods: ScoreCase, sinks: bool, dtype: torch.dtype, through_lse: bool) -> tuple:
+    """Inputs and incoming gradients of a combination, and what the oracle and the plain formula make of them."""
+    call = CALLS[shape]
     tensors = [*call.tensors(dtype), randn(call.heads, seed=21, dtype=dtype)]
     grad = {
         "out": randn(call.batch, call.heads, call.rows, call.v_dim, seed=22, dtype=dtype),
-        "lse": randn(call.batch, call.heads, call.rows, seed=23, dtype=dtype),
+        "lse": randn(call.batch, call.heads, call.rows, seed=23, dtype=dtype) * through_lse,
     }
-    if row["lse"] != "gradient":
-        grad["lse"] = torch.zeros_like(grad["lse"])
-    trained = [p.detach() for mod in row["mods"].make(call, dtype) for p in mod.parameters()]
+    row = {"shape": shape, "mask": mask, "mods": mods, "sinks": sinks, "lse": "gradient" if through_lse else "no"}
+    trained = [p.detach() for mod in mods.make(call, dtype) for p in mod.parameters()]
     want = _wanted(row, tensors, trained, torch.float64, grad, oracle.attend)
-    plain = _wanted(row, tensors, trained, torch.float32, grad, plain_attention)
+    return tensors, grad, want, _wanted(row, tensors, trained, torch.float32, grad, plain_attention)
+
+
+def _check(row: dict) -> None:
+    """Compare one combination on every backend that can run it."""
+    call, dtype = CALLS[row["shape"]], row["dtype"]
+    through_lse = row["lse"] == "gradient"
+    tensors, grad, want, plain = _expected(row["shape"], row["mask"], row["mods"], row["sinks"], dtype, through_lse)
     inner = _inner(call, tensors, want["weights"], grad)
     terms = max(call.slots, call.head_dim, call.v_dim, call.rows * call.heads // call.kv_heads)
     for backend in _able(row):

@@ -18,8 +18,8 @@ from headwise import ConversionError, ShapeError, attention_weights
 from headwise.demo import DemoModel, encode, load, minilm, pieces
 from headwise.demo.model import WEIGHTS
 
-PREVIOUS = (0, 5)  # layer and head that look at the previous token
-INDUCTION = (1, 5)  # at what followed the same byte the last time
+PREVIOUS = (0, 4)  # layer and head that look at the previous token
+INDUCTION = (1, 7)  # at what followed the same byte the last time
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_head_looks_at_the_previous_token(model, size):
     weights_LBHTS = weights_of(model, repeats(size))
     layer, head = PREVIOUS
     score = sum(weights_LBHTS[layer, :, head, t, t - 1].mean() for t in range(1, 2 * size)) / (2 * size - 1)
-    assert score >= 0.9
+    assert score >= 0.8
 
 
 @pytest.mark.parametrize("size", [17, 37, 61])
@@ -65,7 +65,7 @@ def test_a_head_looks_at_what_followed_the_last_time(model, size):
     layer, head = INDUCTION
     # byte t of the second copy stood at t - size; what followed it there stands at t - size + 1
     score = sum(weights_LBHTS[layer, :, head, t, t - size + 1].mean() for t in range(size, 2 * size)) / size
-    assert score >= 0.7
+    assert score >= 0.75
 
 
 def test_an_untrained_model_has_no_such_heads():
@@ -77,12 +77,13 @@ def test_an_untrained_model_has_no_such_heads():
 
 @torch.no_grad()
 def test_it_continues_what_came_before(model):
-    # random letters cannot be learnt by heart: only the heads above find the next one
-    segment = encode("qzjxkvwypfbgm")
-    ids = torch.cat((segment, segment[:5]))
-    for _ in range(5):
-        ids = torch.cat((ids, model(ids[None])[0, -1].argmax()[None]))
-    assert bytes(ids.tolist()) == b"qzjxkvwypfbgmqzjxkvwypf"
+    # random bytes cannot be learnt by heart: only the heads above find the next one
+    size = 37
+    ids = repeats(size)
+    told = model(ids)[:, size:-1].argmax(-1) == ids[:, size + 1 :]
+    first = model(ids)[:, : size - 1].argmax(-1) == ids[:, 1:size]
+    assert told.float().mean() >= 0.9
+    assert first.float().mean() <= 0.1
 
 
 @torch.no_grad()
