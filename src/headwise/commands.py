@@ -66,13 +66,9 @@ def _main() -> None:
 
 @app.command("mask")
 def mask_command(
-    text: Annotated[
-        str, typer.Argument(help='Such as "Causal() & (Window(4) | Prefix(2))".', metavar="MASK")
-    ],
+    text: Annotated[str, typer.Argument(help='Such as "Causal() & (Window(4) | Prefix(2))".', metavar="MASK")],
     queries: Annotated[int, typer.Argument(min=0, help="Number of queries.")],
-    keys: Annotated[
-        int | None, typer.Argument(min=0, help="Number of keys; as many as queries if left out.")
-    ] = None,
+    keys: Annotated[int | None, typer.Argument(min=0, help="Number of keys; as many as queries if left out.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 1,
 ) -> None:
@@ -106,9 +102,7 @@ def mask_command(
 
 @app.command("explain")
 def explain_command(
-    embed_dim: Annotated[
-        int | None, typer.Option(min=1, help="Numbers of a token. [512; with --steps 6]")
-    ] = None,
+    embed_dim: Annotated[int | None, typer.Option(min=1, help="Numbers of a token. [512; with --steps 6]")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads. [8; with --steps 3]")] = None,
     length: Annotated[int | None, typer.Option(min=0, help="Query tokens. [128; with --steps 3]")] = None,
     key_length: Annotated[int | None, typer.Option(min=0, help="Key tokens, for cross-attention.")] = None,
@@ -122,16 +116,12 @@ def explain_command(
     ] = None,
     softcap: Annotated[float | None, typer.Option(help="Bound the scores by this.")] = None,
     alibi: Annotated[bool, typer.Option("--alibi", help="Lower scores with the distance.")] = False,
-    sinks: Annotated[
-        bool, typer.Option("--sinks", help="One more logit in the softmax of each head.")
-    ] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One more logit in the softmax of each head.")] = False,
     rotary: Annotated[bool, typer.Option("--rotary", help="Rotary position embedding.")] = False,
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "float32",
     backend: Annotated[str, typer.Option(help="auto, or the name of one.")] = "auto",
     training: Annotated[bool, typer.Option("--training", help="With gradients.")] = False,
-    steps: Annotated[
-        bool, typer.Option("--steps", help="Real numbers on a small input, and four mistakes.")
-    ] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="Real numbers on a small input, and four mistakes.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the numbers of --steps.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
 ) -> None:

@@ -70,9 +70,7 @@ class Look:
                         {
                             "mostly": kind,
                             **layer.statistics.head(head),
-                            "strongest_pairs": [
-                                {"from": q, "to": k, "weight": w} for q, k, w in layer.pairs[head]
-                            ],
+                            "strongest_pairs": [{"from": q, "to": k, "weight": w} for q, k, w in layer.pairs[head]],
                         }
                         for head, kind in enumerate(layer.kinds())
                     ],
@@ -99,9 +97,7 @@ def look_embedded(text: str) -> Look:
     model = demo.load()
     ids = demo.encode(text)
     if ids.numel() == 0:
-        raise AttentionError(
-            "The text is empty, and the embedded model reads bytes; give at least one character."
-        )
+        raise AttentionError("The text is empty, and the embedded model reads bytes; give at least one character.")
     remark = ""
     if ids.shape[-1] > model.max_length:
         remark = f"The text has {ids.shape[-1]} bytes; the first {model.max_length} are shown."
@@ -200,9 +196,7 @@ def _gather(
         Layer(
             call.layer,
             call.weights()[0],
-            head_statistics(
-                call.inputs, separators=special & (torch.arange(len(special)) > 0), tokens=tokens.ids[0]
-            ),
+            head_statistics(call.inputs, separators=special & (torch.arange(len(special)) > 0), tokens=tokens.ids[0]),
             strongest_pairs(call.inputs, PAIRS, hide=special),
         )
         for call in calls

@@ -74,9 +74,7 @@ def parse(text: str) -> Mask:
         Causal() & Window(3)
     """
     if not isinstance(text, str):
-        raise ShapeError(
-            f"A mask text is {type(text).__name__}; give a string such as 'Causal() & Window(3)'."
-        )
+        raise ShapeError(f"A mask text is {type(text).__name__}; give a string such as 'Causal() & Window(3)'.")
     if len(text) > 10_000:
         raise ShapeError(f"A mask text of {len(text)} characters is too long; at most 10000 are read.")
     text = text.strip().replace("\n", " ")
@@ -89,13 +87,9 @@ def parse(text: str) -> Mask:
     except (RecursionError, MemoryError, ValueError) as error:
         if isinstance(error, ShapeError):
             raise
-        raise ShapeError(
-            f"This mask text cannot be read ({type(error).__name__}); nest it less deeply."
-        ) from None
+        raise ShapeError(f"This mask text cannot be read ({type(error).__name__}); nest it less deeply.") from None
     if not isinstance(mask, Mask):
-        raise ShapeError(
-            f"{shown} is not a mask but {type(mask).__name__}; write for example Causal() & Window(3)."
-        )
+        raise ShapeError(f"{shown} is not a mask but {type(mask).__name__}; write for example Causal() & Window(3).")
     return mask
 
 
@@ -105,18 +99,14 @@ def _read(node: ast.expr) -> Any:
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr(), right=right):
             a, b = _read(left), _read(right)
             if not isinstance(a, Mask) or not isinstance(b, Mask):
-                raise ShapeError(
-                    f"& and | at character {node.col_offset + 1} join two masks, and one side is not."
-                )
+                raise ShapeError(f"& and | at character {node.col_offset + 1} join two masks, and one side is not.")
             return a & b if isinstance(node.op, ast.BitAnd) else a | b
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
             inner = _read(operand)
             if not isinstance(inner, Mask):
                 raise ShapeError(f"~ at character {node.col_offset + 1} goes before a mask.")
             return ~inner
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(
-            value, bool
-        ):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))) if not isinstance(value, bool):
             return -value
         case ast.Constant(value=None | bool() | int()):
             return node.value
@@ -147,9 +137,7 @@ def _build(cls: type[Mask], values: list[Any], named: dict[str, Any]) -> Mask:
     settable = [f.name for f in fields(cls) if f.init and f.repr]  # type: ignore[arg-type]
     unknown = [name for name in named if name not in settable]
     if unknown:
-        raise ShapeError(
-            f"{cls.__name__} has no argument {unknown[0]!r}; it takes {', '.join(settable) or 'none'}."
-        )
+        raise ShapeError(f"{cls.__name__} has no argument {unknown[0]!r}; it takes {', '.join(settable) or 'none'}.")
     if cls in (Dense, Document):
         values = [_tensor(v) for v in values]
         named = {name: _tensor(v) for name, v in named.items()}

@@ -38,14 +38,10 @@ def words(
     key = (seed & _LOW, (seed >> 32) & _LOW)
     four = philox(torch.div(k, 4, rounding_mode="floor") & _LOW, q & _LOW, h & _LOW, b & _LOW, key)
     lane = k % 4
-    return torch.where(
-        lane == 0, four[0], torch.where(lane == 1, four[1], torch.where(lane == 2, four[2], four[3]))
-    )
+    return torch.where(lane == 0, four[0], torch.where(lane == 1, four[1], torch.where(lane == 2, four[2], four[3])))
 
 
-def philox(
-    c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten rounds of Philox4x32 on counters held in int64; a product of two words wraps, and its bits stay right."""
     k0, k1 = key
     for _ in range(10):

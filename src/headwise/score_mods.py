@@ -144,9 +144,7 @@ class ALiBi(ScoreMod):
 
     def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
         if self.num_heads != heads:
-            raise ShapeError(
-                f"The call has {heads} heads, but ALiBi is for {self.num_heads}; build it for the call."
-            )
+            raise ShapeError(f"The call has {heads} heads, but ALiBi is for {self.num_heads}; build it for the call.")
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}"
@@ -180,9 +178,7 @@ class Bias(ScoreMod):
         super().__init__()
         if not isinstance(values, Tensor) or not values.is_floating_point():
             kind = f"a {values.dtype} tensor" if isinstance(values, Tensor) else type(values).__name__
-            raise ShapeError(
-                f"A bias is {kind}; give floating point numbers, or a mask if it is to hide keys."
-            )
+            raise ShapeError(f"A bias is {kind}; give floating point numbers, or a mask if it is to hide keys.")
         check_tile(values, "bias")
         self.values = values
 
@@ -223,9 +219,7 @@ class CustomScore(ScoreMod):
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         if not callable(function):
-            raise ShapeError(
-                f"A custom score takes a function of (score, b, h, q, k), not {type(function).__name__}."
-            )
+            raise ShapeError(f"A custom score takes a function of (score, b, h, q, k), not {type(function).__name__}.")
         self.function = function
 
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:

@@ -71,9 +71,7 @@ class Spans:
         if self.runs is not None:
             return self.runs.to(device)
         row = torch.arange(self.rows, dtype=torch.int32, device=device)
-        start = (
-            torch.full_like(row, self.first) if self.left is None else (row + self.left).clamp(min=self.first)
-        )
+        start = torch.full_like(row, self.first) if self.left is None else (row + self.left).clamp(min=self.first)
         last = self.slots if self.last is None else self.last
         stop = torch.full_like(row, last) if self.right is None else (row + self.right).clamp(max=last)
         return make_runs(start[None, None, :, None], stop[None, None, :, None], self.slots)
@@ -110,9 +108,7 @@ class Spans:
 
     def __or__(self, other: "Spans") -> "Spans":
         a, b = _together(self, other)
-        runs = make_runs(
-            torch.cat([a[..., 0], b[..., 0]], -1), torch.cat([a[..., 1], b[..., 1]], -1), self.slots
-        )
+        runs = make_runs(torch.cat([a[..., 0], b[..., 0]], -1), torch.cat([a[..., 1], b[..., 1]], -1), self.slots)
         start, reached = runs[..., 0], runs[..., 1].cummax(-1).values
         # a run that starts beyond all that came before opens a group; the last of a group knows how far it reached
         opens = torch.ones_like(start, dtype=torch.bool)
@@ -120,9 +116,7 @@ class Spans:
         closes = torch.ones_like(opens)
         closes[..., :-1] = opens[..., 1:]
         group_start = torch.where(opens, start, -1).cummax(-1).values
-        return Spans(
-            self.rows, self.slots, runs=make_runs(group_start, torch.where(closes, reached, 0), self.slots)
-        )
+        return Spans(self.rows, self.slots, runs=make_runs(group_start, torch.where(closes, reached, 0), self.slots))
 
 
 def make_runs(

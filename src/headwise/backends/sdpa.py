@@ -146,7 +146,8 @@ def _fused(
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
     # called by its own name, the kernel takes a stride of 1 in the last dimension for granted
-    query, key, value, mask = (_unit_stride(t) if t is not None else None for t in (query, key, value, mask))
+    query, key, value = (_unit_stride(t) for t in (query, key, value))
+    mask = None if mask is None else _unit_stride(mask)
     return _Fused.apply(query, key, value, sinks, mask, causal, scale)
 
 
