@@ -3,8 +3,10 @@
 
     python scripts/train_demo.py --output src/headwise/demo/model.safetensors
 
-is how the shipped file was made (seed 0, torch 2.13.0, one thread). Another version of torch or another
-processor may round differently, and other heads then take the same jobs.
+is how the shipped file was made (seed 0, 3,000 steps, torch 2.13.0; 384 seconds in one thread). On fresh random
+repeats head 4 of layer 0 then gives the previous token a mean weight of 0.85, and head 7 of layer 1 gives 0.81
+to what followed the last time. Another version of torch or another processor may round differently, and other
+heads then take the same jobs.
 
 A third of each batch is text. The rest is random: a segment of varying length given again and again. Only
 finding its last copy predicts the next byte, so a head of the first layer learns to look at the previous
@@ -114,7 +116,7 @@ def best(scores: Tensor) -> str:
 def train(model: DemoModel, text: Tensor, steps: int, generator: torch.Generator, say: Callable[[str], None]) -> None:
     """Adam with a short warm-up and a cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.98), weight_decay=0.01)
-    warm_up = min(100, steps // 4)
+    warm_up = max(1, min(100, steps // 4))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warm_up, 0.525 + 0.475 * math.cos(math.pi * step / steps)),

@@ -9,6 +9,7 @@ from torch import Tensor
 from headwise.errors import AttentionError
 from headwise.show.labels import printable
 
+LEFT, RIGHT, TOP, BOTTOM = 1.1, 1.0, 0.65, 0.95  # margins in inches
 MOST_LABELS = 48  # beyond this many tokens their names would overlap
 
 
@@ -54,9 +55,12 @@ def draw_heads(
     # text of the user may hold dollars, which are no formulas here
     with matplotlib.rc_context({"text.parse_math": False, "font.family": family}):
         cell = 1.5 if len(tokens) <= MOST_LABELS else 1.9
-        figure = Figure(figsize=(1.6 + cell * heads, 1.5 + (cell + 0.22) * len(weights)), layout="constrained", dpi=110)
+        wide, high = LEFT + cell * heads + RIGHT, TOP + cell * len(weights) + BOTTOM
+        figure = Figure(figsize=(wide, high), dpi=110)
         FigureCanvasAgg(figure)
         axes = figure.subplots(len(weights), heads, squeeze=False)
+        # margins in inches: matplotlib's own layout takes seconds for so many pictures
+        figure.subplots_adjust(LEFT / wide, BOTTOM / high, 1 - RIGHT / wide, 1 - TOP / high, wspace=0.07, hspace=0.16)
         norm = PowerNorm(0.5, vmin=0.0, vmax=1.0)
         image = None
         for row, layer in enumerate(weights):
@@ -72,13 +76,14 @@ def draw_heads(
                 named_rows, named_columns = head == 0, row == len(weights) - 1
                 _name(axis.set_yticks, labels, named_rows)
                 _name(axis.set_xticks, labels, named_columns, rotation=90)
-        if title:
-            figure.suptitle(title, fontsize=11)
-        figure.supxlabel("key: what is looked at", fontsize=9)
-        figure.supylabel("query: which token looks", fontsize=9)
+        longest = int(wide * 9)  # letters that fit above the picture
+        title = title if len(title) <= longest else title[: longest - 1] + "…"
+        figure.suptitle(title, fontsize=11, y=1 - 0.2 / high)
+        figure.supxlabel("key: what is looked at", fontsize=9, y=0.1 / high)
+        figure.supylabel("query: which token looks", fontsize=9, x=0.1 / wide)
         if image is not None:
-            bar = figure.colorbar(image, ax=axes, shrink=0.5, pad=0.01)
-            bar.set_label("weight", fontsize=9)
+            room = figure.add_axes((1 - 0.8 / wide, 0.3, 0.15 / wide, 0.4))
+            figure.colorbar(image, cax=room).set_label("weight", fontsize=9)
         figure.savefig(path)
     return [i for i, name in enumerate(names) if set(name) & unwritable]
 
