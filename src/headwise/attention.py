@@ -197,25 +197,21 @@ class MultiHeadAttention(nn.Module):
             ShapeError: When sizes, dtypes or devices do not fit together.
             UnsupportedError: When the backend named cannot run the call.
         """
-        key, value = complete(self, query, key, value)
-        queries, keys = place(query, key, cache, lengths, positions, key_positions)
-        batched = query.dim() == 3
-        query, key, value = (query, key, value) if batched else (query[None], key[None], value[None])
-        q_BHTD = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        k_BKSD = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        v_BKSV = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
-        if self.q_norm is not None:
-            q_BHTD = self.q_norm(q_BHTD)
-        if self.k_norm is not None:
-            k_BKSD = self.k_norm(k_BKSD)
+        q_BTE, k_BSE, v_BSE = complete(self, query, key, value)
+        queries, keys = place(q_BTE, k_BSE, cache, lengths, positions, key_positions)
+        q_BHTD = self.q_proj(q_BTE).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        k_BKSD = self.k_proj(k_BSE).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        v_BKSV = self.v_proj(v_BSE).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
+        q_BHTD = q_BHTD if self.q_norm is None else self.q_norm(q_BHTD)
+        k_BKSD = k_BKSD if self.k_norm is None else self.k_norm(k_BKSD)
         if self.rotary is not None:
-            q_BHTD = self.rotary(q_BHTD, queries.position(query.device))
-            k_BKSD = self.rotary(k_BKSD, keys.position(query.device))
+            q_BHTD = self.rotary(q_BHTD, queries.position(q_BTE.device))
+            k_BKSD = self.rotary(k_BKSD, keys.position(k_BSE.device))
         if cache is not None:
             k_BKSD, v_BKSV, keys = cache.append(k_BKSD, v_BKSV, keys, lengths)
         out_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, as_mask(mask), score_mods, queries, keys, seed)
-        out = self.out_proj(out_BHTV.transpose(1, 2).flatten(2))
-        return out if batched else out[0]
+        out_BTE = self.out_proj(out_BHTV.transpose(1, 2).flatten(2))
+        return out_BTE if query.dim() == 3 else out_BTE[0]
 
     def _attend(
         self,

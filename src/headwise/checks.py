@@ -255,8 +255,8 @@ def check_layer(layer: Any) -> None:
             )
 
 
-def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor]:
-    """Key and value tokens of a call, which default to those before them; refuse what the layer does not take."""
+def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a call in batches, each defaulting to those before it; refuse what the layer does not take."""
     key = query if key is None else key
     value = key if value is None else value
     wants = {
@@ -276,7 +276,11 @@ def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tens
                 f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
             )
         check_dtype(tokens, projection, name)
-    return key, value
+    if query.dim() == 3:
+        return query, key, value
+    # the same tokens stay the same tensor: that is how self-attention is known
+    batched = {id(tokens): tokens[None] for tokens in (query, key, value)}
+    return batched[id(query)], batched[id(key)], batched[id(value)]
 
 
 def place(
