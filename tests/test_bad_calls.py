@@ -26,6 +26,7 @@ from headwise import (
     CustomScore,
     Dense,
     Document,
+    Mask,
     MultiHeadAttention,
     Not,
     Padding,
@@ -67,6 +68,13 @@ def layer(*args, **changes):
     return MultiHeadAttention(*(args or (12, 3)), **changes)
 
 
+class Plain(Mask):
+    """A mask without the decorator that its class needs."""
+
+    def allowed(self, b, h, q, k):
+        return q == k
+
+
 def observed(observer):
     """A call of a layer with an observer."""
     made = layer()
@@ -94,6 +102,8 @@ class Silent(Backend):
 
 # fmt: off
 TENSORS = (
+    ("a mask that is no dataclass", lambda: call(mask=Plain()),
+        "Plain is no dataclass; put @dataclass(frozen=True, eq=False) above the class."),
     ("a list for a tensor", lambda: call(query=[[1.0]]),
         "query is list, not a tensor; make it one first."),
     ("nothing for a key", lambda: call(key=None),

@@ -251,3 +251,9 @@ def test_every_sign_has_a_stand_in():
     )
     frame = set("─│┌┐└┘├┤┬┴┼━┃┏┓┗┛┣┫┳┻╋┡┩╇")
     assert {c for c in printed if ord(c) > 127} - frame <= set(ASCII)
+
+
+def test_steps_refuse_what_they_do_not_take():
+    found = CliRunner().invoke(app, ["explain", "--steps", "--softcap", "3", "--kv-heads", "1", "--heads", "3"])
+    assert found.exit_code == 2
+    assert "--steps does not take --kv-heads, --softcap;" in found.stderr

@@ -34,6 +34,7 @@ from headwise import (
     functional,
     merge_partials,
 )
+from headwise.masks import evaluate
 
 MODES = {
     "training": contextlib.nullcontext,
@@ -692,3 +693,53 @@ def test_inputs_are_left_as_they_are(backend):
     sinks = torch.zeros(15)
     attention(*tensors, mask=Causal() & Padding([3, 4]), sinks=sinks, backend=backend)
     assert all(t.equal(b) for t, b in zip(tensors, before, strict=True)) and sinks.eq(0).all()
+
+
+UNSEEN = {
+    "padded away": (Padding([3, 0]), 7, 7),
+    "nothing at all": (~Full(), 7, 7),
+    "before every key": (Causal(), 7, 3),
+    "left of the padding": (Padding(left=5) & Causal(), 7, 7),
+    "out of the window": (Window(2) & Prefix(2), 7, 7),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_what_a_query_that_sees_nothing_holds_does_not_matter(backend, sinks, case):
+    mask, rows, slots = UNSEEN[case]
+    q, k, v = (leaf(randn(2, heads, n, 4)) for heads, n in ((6, rows), (3, slots), (3, slots)))
+    sink = leaf(randn(6)) if sinks else None
+    at, keys = Positions(rows, start=slots - rows), Positions(slots)
+    dead = ~evaluate(mask.bind(2, 6, at, keys), 2, 6, at, keys).any(-1).expand(2, 6, rows)
+    assert dead.any()
+    broken = q.detach().masked_fill(dead[..., None], torch.nan).requires_grad_()
+    clean = attention(q, k, v, mask=mask, sinks=sink, backend=backend)
+    found = attention(broken, k, v, mask=mask, sinks=sink, backend=backend)
+    assert torch.equal(found, clean)
+    assert (found[dead] == 0).all()
+    leaves = [k, v] + ([sink] if sinks else [])
+    wanted = torch.autograd.grad(clean.square().sum(), [q, *leaves])
+    grads = torch.autograd.grad(found.square().sum(), [broken, *leaves])  # raises where one is None
+    for a, b in zip(grads, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["sinks", "bias"])
+def test_forward_mode_through_what_is_no_query(where):
+    q, k, v = randn(1, 3, 5, 2), randn(1, 3, 7, 2), randn(1, 3, 7, 2)
+    point, step = (randn(3), randn(3)) if where == "sinks" else (randn(5, 7), randn(5, 7))
+
+    def run(x, backend="auto"):
+        extra = {"sinks": x} if where == "sinks" else {"score_mods": [Bias(x)]}
+        return attention(q, k, v, backend=backend, **extra)
+
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(run(forward_ad.make_dual(point, step))).tangent
+        with pytest.raises(UnsupportedError, match="no forward-mode derivative"):
+            run(forward_ad.make_dual(point, step), "sdpa")
+    assert found is not None
+    q, k, v = q.double(), k.double(), v.double()
+    there = (run(point.double() + 1e-6 * step.double()) - run(point.double() - 1e-6 * step.double())) / 2e-6
+    assert_as_good_as(found, there, found, terms=7, inner=there.abs().max().item())

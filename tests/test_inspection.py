@@ -1,5 +1,6 @@
 """Recording a model while it runs, and the statistics of its heads, against numbers worked out by hand."""
 
+import dataclasses
 import math
 
 import helpers
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from headwise import (
+    Bias,
     Causal,
     Full,
     Inputs,
@@ -57,6 +59,16 @@ def test_induction_is_the_share_on_what_followed_the_same_token():
     found = head_statistics(call(Causal(), tokens=5), tokens=tokens).head(0)
     # query 3 (a 5) finds the 7 at 1 among its 4 keys; query 4 (a 7) the 9 at 2 among its 5
     assert found["induction"] == pytest.approx((1 / 4 + 1 / 5) / 5)
+
+
+def test_sinks_take_from_no_share():
+    x = dataclasses.replace(call(Causal() & Window(1)), sinks=torch.tensor([math.log(3.0)]))
+    found = head_statistics(x).head(0)
+    # one key with score 0 beside a sink of log 3: the key has a quarter of the softmax, and all that keys have
+    assert found["sink"] == pytest.approx(0.75)
+    assert found["self"] == pytest.approx(1.0)
+    assert found["entropy"] == pytest.approx(0.0, abs=1e-6)
+    assert head_statistics(x).kind(0) == "self"
 
 
 def test_heads_and_batch_rows_are_told_apart():
@@ -136,6 +148,19 @@ def test_an_observer_that_was_there_goes_on_working_and_comes_back():
     assert layer.observer is before
     assert (calls[0].output == 0).all()
     assert torch.equal(y, layer.out_proj.bias.expand_as(y))
+
+
+def test_what_was_recorded_stays_as_it_was():
+    bias = Bias(torch.nn.Parameter(torch.randn(4, 4)))
+    layer = MultiHeadAttention(6, 3, sinks=True, score_mods=[bias])
+    with record(layer) as calls:
+        layer(torch.randn(1, 4, 6), score_mods=[Bias(2 * bias.values)])
+    before = calls[0].weights()
+    with torch.no_grad():
+        layer.sinks.fill_(9.0)
+        bias.values.zero_()
+    assert torch.equal(calls[0].weights(), before)
+    assert not any(t.requires_grad for t in (calls[0].inputs.sinks, *calls[0].inputs.score_tensors()))
 
 
 def test_observers_are_removed_after_an_error_as_well():

@@ -137,3 +137,10 @@ def test_a_folder_that_is_no_model_is_one_line(tmp_path):
     result = run("--model", str(tmp_path))
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_an_empty_text_and_a_picture_without_a_folder_are_one_line(tmp_path):
+    for words in (["", "--model", "embedded"], ["abc", "--png", str(tmp_path / "absent" / "heads.png")]):
+        result = run(*words)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1

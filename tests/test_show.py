@@ -7,6 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from headwise import AttentionError
 from headwise.show import figures
 from headwise.show.labels import printable
 from headwise.show.tables import head_table
@@ -82,3 +83,20 @@ def test_long_texts_name_every_so_many_tokens(tmp_path):
     weights = [torch.rand(1, len(tokens), len(tokens))]
     figures.draw_heads(weights, tokens, tmp_path / "heads.png")
     size_of_png(tmp_path / "heads.png")
+    named = []
+    figures._name(lambda places, labels=(), **style: named.append((places, labels)), tokens, True)
+    places, labels = named[0]
+    assert len(labels) <= figures.MOST_LABELS
+    assert list(labels) == [tokens[place] for place in places]
+
+
+@pytest.mark.parametrize("name", ["heads.foo", "absent/heads.png"])
+def test_a_picture_that_cannot_be_saved_says_why(tmp_path, name):
+    with pytest.raises(AttentionError, match=r"cannot be saved as .*heads"):
+        figures.draw_heads([torch.eye(3)[None]], list("abc"), tmp_path / name)
+
+
+def test_tokens_of_one_name_are_told_apart():
+    text = shown(head_table("t", [NUMBERS], ["mixed"], [[(2, 0, 0.5), (1, 0, 0.25)]], ["the", "cat", "the"]))
+    assert "the[2]→the[0] 50%" in text
+    assert "cat→the[0] 25%" in text

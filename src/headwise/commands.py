@@ -132,6 +132,21 @@ def explain_command(
     headwise explain --steps
     """
     if steps:
+        settings: dict[str, object] = {
+            "key-length": key_length,
+            "kv-heads": kv_heads,
+            "head-dim": head_dim,
+            "softcap": softcap,
+        }
+        settings |= {"alibi": alibi or None, "sinks": sinks or None, "rotary": rotary or None}
+        settings |= {"training": training or None, "batch": None if batch == 1 else batch}
+        settings |= {"dtype": None if dtype == "float32" else dtype, "backend": None if backend == "auto" else backend}
+        given = [f"--{name}" for name, value in settings.items() if value is not None]
+        if given:
+            raise ShapeError(
+                f"--steps does not take {', '.join(given)}; it takes --embed-dim, --heads, --length, --mask and --seed."
+            )
+    if steps:
         small = {"embed_dim": embed_dim, "num_heads": heads, "length": length, "mask": mask and parse(mask)}
         told = walk(**{k: v for k, v in small.items() if v is not None}, seed=seed)  # type: ignore[arg-type]
         print(json.dumps(told.to_dict()) if as_json else str(told))
@@ -191,7 +206,9 @@ def look_command(
 
     headwise look "The animal didn't cross the street" --model minilm --png heads.png
     """
-    text = text or look.SENTENCE
+    text = look.SENTENCE if text is None else text
+    if png is not None and not png.absolute().parent.is_dir():
+        raise ShapeError(f"There is no folder {png.absolute().parent} to draw into; make it, or name another file.")
     if model == "embedded":
         found = look.look_embedded(text)
     elif model == "minilm":

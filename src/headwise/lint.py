@@ -103,9 +103,7 @@ def lint_mask(
     found = look_at(mask, *call, device=device)
     yield from _unseen(found, rows, slots)
     # one query that stands last sees everything under most masks, and nobody means anything by it
-    if (
-        rows > 1 and slots
-    ):  # one query that stands last sees everything under most masks, and nobody means anything by it
+    if rows > 1 and slots:
         yield from _without_effect(mask, found.pairs, call, device)
     for part in _conjuncts(mask):
         if text := _polarity(part, call, device):
@@ -118,7 +116,7 @@ def lint_mask(
                     f"{called(part)} is Causal() written as {part.values.numel():,} booleans; Causal() "
                     "needs 0, and fused kernels know it. Write Causal().",
                 )
-    for leaf in dict.fromkeys(_leaves(mask)):
+    for leaf in {id(leaf): leaf for leaf in _leaves(mask)}.values():
         if leaf.spans(queries, keys) is None:
             yield Lint(
                 "no spans",

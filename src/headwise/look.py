@@ -125,7 +125,8 @@ def look_minilm(text: str) -> Look:
         return look_folder(minilm.fetch(), text, "MiniLM (a trained BERT)")
     except ConversionError as error:
         found = look_embedded(text)
-        remark = f"MiniLM cannot be shown: {error} Here is the embedded model instead. {found.remark}"
+        reason = str(error).rstrip(".")
+        remark = f"MiniLM cannot be shown: {reason}. Here is the embedded model instead. {found.remark}"
         return replace(found, remark=remark.strip())
 
 

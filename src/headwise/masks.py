@@ -9,7 +9,7 @@ hold tensors of the call. It then works on every backend, can be drawn, and ``pa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,11 @@ class Mask(ABC):
         return replace(self, **changes)  # type: ignore[type-var]
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+        if not is_dataclass(self):
+            raise ShapeError(
+                f"{type(self).__name__} is no dataclass; put @dataclass(frozen=True, eq=False) above the class."
+            )
+        return tuple(getattr(self, f.name) for f in fields(self))
 
     # Two masks are equal when they are of one kind and hold equal numbers; tensors are compared by identity,
     # since comparing their contents would wait for the device.

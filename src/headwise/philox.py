@@ -8,6 +8,8 @@ counter of (key // 4, query, head, batch row) under the seed's low and high word
 below ``dropout_p`` drops the weight.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -24,7 +26,7 @@ def keeps(
     k: Int[Tensor, "#B #H #T #S"],
 ) -> Bool[Tensor, "B H T S"]:
     """Whether the weight at each index survives dropout with this seed."""
-    return words(seed, b, h, q, k) >= dropout_p * 2.0**32
+    return words(seed, b, h, q, k) >= math.ceil(dropout_p * 2**32)
 
 
 def words(

@@ -27,7 +27,7 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: Dimensions of a head, even and at least 2.
-        base: The slowest pair turns about 1/base radians per token.
+        base: Pair i turns by base^(-2i/head_dim) radians per token: the first by 1, the last by nearly 1/base.
         interleaved: Whether neighbours form a pair (2i, 2i + 1) rather than (i, i + head_dim/2).
 
     Raises:

@@ -57,6 +57,11 @@ class Spans:
             and (self.right is None or self.right >= self.slots)
         )
 
+    @property
+    def reaches_all(self) -> bool:
+        """Whether every row is known to see something. Numbers only; the rows that do are neighbours."""
+        return all(_width(self, row) > 0 for row in (0, self.rows - 1)) if self.rows else True
+
     def reach(self) -> tuple[int, int]:
         """First slot that any row may see, and the one after the last. Numbers only; (0, 0) when there is none."""
         start = max(0, self.first, 0 if self.left is None else self.left)
@@ -140,6 +145,12 @@ def stack_heads(spans: list[Spans]) -> Spans:
     for head, tensor in enumerate(tensors):
         runs[:, head, :, : tensor.shape[-2]] = tensor[:, 0]
     return Spans(rows, slots, runs=runs)
+
+
+def _width(spans: Spans, row: int) -> int:
+    start = max(0, spans.first, 0 if spans.left is None else row + spans.left)
+    stop = spans.slots if spans.last is None else min(spans.slots, spans.last)
+    return (stop if spans.right is None else min(stop, row + spans.right)) - start
 
 
 def _tighter(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:

@@ -61,6 +61,8 @@ def softmax(
         # what no query may see may hold anything (padding, unused slots), and 0 times NaN is NaN
         unseen_BHS1 = ~allowed_BHRS.any(-2)[..., None]
         key_BHSD, value_BHSV = key_BHSD.masked_fill(unseen_BHS1, 0), value_BHSV.masked_fill(unseen_BHS1, 0)
+        # and so may a query that sees nothing: its zero would meet it in the gradient of the keys
+        query_BHRD = query_BHRD.masked_fill(~allowed_BHRS.any(-1, keepdim=True), 0)
 
     scores_BHRS = query_BHRD @ key_BHSD.mT * x.scale
     if stage != "scores":

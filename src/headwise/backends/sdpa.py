@@ -28,7 +28,8 @@ class Sdpa(Backend):
             return "its dropout follows torch's generator and cannot follow a seed"
         if torch._C._functorch.maybe_current_level() is not None:
             return "its kernels do not compose with function transforms (vmap, grad, jvp)"
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in (x.query, x.key, x.value)):
+        inputs = (x.query, x.key, x.value, x.sinks, *x.score_tensors())
+        if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
             return "its kernels have no forward-mode derivative"
         if x.lse == "gradient" and x.needs_grad:
             return "its log-sum-exp has no gradient"
@@ -55,11 +56,15 @@ class Sdpa(Backend):
                 causal = True
             allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
             slots = slice(start, stop)
+            if not spans.reaches_all:
+                query = query.masked_fill(~x.allowed().any(-1, keepdim=True), 0)
         else:
             allowed, slots = x.allowed(), slice(None)
             # what no query sees may hold NaN, and SDPA would multiply it by zero
             unseen = ~_per_kv_head(allowed.any(-2), key.shape[1])[..., None]
             key, value = key.masked_fill(unseen, 0), value.masked_fill(unseen, 0)
+            # likewise a query that may see nothing, whose output is zero whatever it holds
+            query = query.masked_fill(~allowed.any(-1, keepdim=True), 0)
         if x.score_mods:
             zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(*query.shape[:3], x.key.shape[-2])
             tile = x.modify(zeros)[..., slots]
@@ -139,16 +144,22 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     if 0 in query.shape or 0 in key.shape:  # the kernel divides by the sizes
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=_wide(query), device=query.device)
-        nothing = query * 0 + (key.sum(-2, keepdim=True) * 0).repeat_interleave(
-            query.shape[1] // max(1, key.shape[1]), 1
-        )
-        return nothing, lse if sinks is None else sinks
+        nothing = _zero(query)
+        for tensor in (key, value):  # so that every input gets its gradient of zero
+            heads = query.shape[1] // max(1, key.shape[1])
+            nothing = nothing + _zero(tensor).sum(-2, keepdim=True).repeat_interleave(heads, 1)
+        return nothing if sinks is None else nothing + _zero(sinks)[..., None], lse if sinks is None else sinks
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
     # called by its own name, the kernel takes a stride of 1 in the last dimension for granted
     query, key, value = (_unit_stride(t) for t in (query, key, value))
     mask = None if mask is None else _unit_stride(mask)
     return _Fused.apply(query, key, value, sinks, mask, causal, scale)
+
+
+def _zero(tensor: Tensor) -> Tensor:
+    """Zeros that depend on a tensor, whatever it holds: 0 times NaN would be NaN."""
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0)
 
 
 def _unit_stride(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ Nothing of the size of the weights is kept: weights and statistics are computed 
 the rows that are asked for. So recording works on the fast path and at any length.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from headwise.attention import MultiHeadAttention
 from headwise.backends.base import Inputs, Rows
 from headwise.backends.reference import Stage, plain_precision, softmax
+from headwise.score_mods import Bias, ScoreMod
 
 _ABSENT = object()
 
@@ -26,7 +28,7 @@ class Call:
 
     Args:
         layer: Name of the module.
-        inputs: What entered, detached: queries, keys, values, mask and so on.
+        inputs: What entered, as it was: queries, keys, values, mask and so on, cut off from training.
         output: What left it, before the heads are merged.
         lse: Log-sum-exp of each softmax.
     """
@@ -79,6 +81,12 @@ def record(model: nn.Module) -> Iterator[list[Call]]:
                 module.observer = observer
 
 
+def _copied(mod: ScoreMod) -> ScoreMod:
+    if isinstance(mod, Bias):  # which may hold a tensor with a history, and that cannot be copied deeply
+        return Bias(mod.values.detach().clone())
+    return copy.deepcopy(mod) if any(True for _ in mod.parameters()) else mod
+
+
 class _Recorder:
     def __init__(self, layer: str, calls: list[Call], previous: Any) -> None:
         self.layer, self.calls, self.previous = layer, calls, previous
@@ -86,7 +94,14 @@ class _Recorder:
     def __call__(self, inputs: Inputs, output: Tensor, lse: Tensor) -> Tensor | None:
         other = None if self.previous is None else self.previous(inputs, output, lse)
         kept = replace(
-            inputs, query=inputs.query.detach(), key=inputs.key.detach(), value=inputs.value.detach(), lse="no"
+            inputs,
+            query=inputs.query.detach(),
+            key=inputs.key.detach(),
+            value=inputs.value.detach(),
+            # parameters, which a later step of training changes in place
+            sinks=None if inputs.sinks is None else inputs.sinks.detach().clone(),
+            score_mods=tuple(_copied(mod) for mod in inputs.score_mods),
+            lse="no",
         )
         self.calls.append(Call(self.layer, kept, (output if other is None else other).detach(), lse.detach()))
         return other

@@ -17,7 +17,7 @@ BLOCK = 2**22  # weights held at once: 16 MiB in float32
 
 @dataclass(frozen=True, eq=False)
 class HeadStatistics:
-    """Means over the queries that see something, per head. Shares are parts of the total weight, 0 to 1.
+    """Means over the queries that see something, per head. Shares are parts of the weight on keys, 0 to 1.
 
     Args:
         entropy: How evenly a query spreads its weight, in bits: 0 for one key, log2(n) for n keys alike.
@@ -28,6 +28,7 @@ class HeadStatistics:
         first: Share on the first token.
         separator: Share on separator tokens; 0 when none were named.
         induction: Share on tokens that follow an earlier copy of the query's token; 0 when no tokens were given.
+        sink: Part of the softmax that the sink takes from the keys; 0 without sinks.
     """
 
     entropy: Float[Tensor, " H"]
@@ -38,6 +39,7 @@ class HeadStatistics:
     first: Float[Tensor, " H"]
     separator: Float[Tensor, " H"]
     induction: Float[Tensor, " H"]
+    sink: Float[Tensor, " H"]
 
     def head(self_, head: int) -> dict[str, float]:
         """The numbers of one head by name."""
@@ -82,7 +84,10 @@ def head_statistics(
     sums = {f.name: torch.zeros(inputs.query.shape[1], dtype=torch.float64) for f in fields(HeadStatistics)}
     alive = torch.zeros(inputs.query.shape[1], dtype=torch.float64)
     k = torch.arange(slots, device=inputs.query.device)
-    for rows, weights in _blocks(inputs):
+    for rows, softmax_BHRS in _blocks(inputs):
+        total = softmax_BHRS.sum(-1, keepdim=True)
+        seen = total > 0
+        weights = softmax_BHRS / total.masked_fill(~seen, 1)
         q = k[rows, None]
         what = {"self": k == q, "previous": k == q - 1, "next": k == q + 1, "first": (k == 0).expand(len(q), -1)}
         if separators is not None:
@@ -94,7 +99,9 @@ def head_statistics(
             sums[name] += (weights * where).sum((0, 2, 3)).double().cpu()
         sums["distance"] += (weights * (q - k).abs()).sum((0, 2, 3)).double().cpu()
         sums["entropy"] -= torch.special.xlogy(weights, weights).sum((0, 2, 3)).double().cpu() / math.log(2)
-        alive += (weights.sum(-1) > 0).sum((0, 2)).double().cpu()
+        if inputs.sinks is not None:
+            sums["sink"] += ((1 - total) * seen).sum((0, 2, 3)).double().cpu()
+        alive += seen.sum((0, 2, 3)).double().cpu()
     return HeadStatistics(**{name: (total / alive.clamp(min=1)).float() for name, total in sums.items()})
 
 

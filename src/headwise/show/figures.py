@@ -10,7 +10,7 @@ from headwise.errors import AttentionError
 from headwise.show.labels import printable
 
 LEFT, RIGHT, TOP, BOTTOM = 1.1, 1.0, 0.65, 0.95  # margins in inches
-MOST_LABELS = 48  # beyond this many tokens their names would overlap
+MOST_LABELS = 24  # more names than this beside one picture would be too small to read
 
 
 def draw_heads(
@@ -37,7 +37,7 @@ def draw_heads(
         Numbers of the tokens that no installed font can write; they are shown by number.
 
     Raises:
-        AttentionError: When matplotlib is not installed.
+        AttentionError: When matplotlib is not installed, or the file cannot be written.
     """
     try:
         import matplotlib
@@ -84,7 +84,10 @@ def draw_heads(
         if image is not None:
             room = figure.add_axes((1 - 0.8 / wide, 0.3, 0.15 / wide, 0.4))
             figure.colorbar(image, cax=room).set_label("weight", fontsize=9)
-        figure.savefig(path)
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:
+            raise AttentionError(f"The picture cannot be saved as {path}: {error}. Choose another file.") from error
     return [i for i, name in enumerate(names) if set(name) & unwritable]
 
 
@@ -95,7 +98,7 @@ def _name(set_ticks, labels: list[str], shown: bool, **style) -> None:  # type: 
         return
     step = -(-len(labels) // MOST_LABELS)
     places = range(0, len(labels), step)
-    size = 6 if len(labels) <= 20 else 4.5 if len(labels) <= 32 else 3.5
+    size = 6 if len(places) <= 16 else 4.5
     cut = [labels[i] if len(labels[i]) <= 14 else labels[i][:13] + "…" for i in places]
     set_ticks(list(places), cut, fontsize=size, **style)
 

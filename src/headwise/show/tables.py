@@ -54,10 +54,13 @@ def head_table(
     for short in ("bits", "dist", "self", "prev", "next", "1st", "sep", "ind"):
         table.add_column(short, justify="right", no_wrap=True)
     table.add_column("strongest pairs", overflow="fold", min_width=18)
+    # a name that comes more than once gets the number of its token
+    pieces = [printable(token) for token in tokens]
+    names = [f"{piece}[{i}]" if pieces.count(piece) > 1 else piece for i, piece in enumerate(pieces)]
     for head, (numbers, kind, found) in enumerate(zip(heads, kinds, pairs, strict=True)):
         cells = [Text(f"{numbers['entropy']:.2f}"), Text(f"{numbers['distance']:.1f}")]
         cells += [Text(_percent(numbers[name]), style="bold" if numbers[name] >= 0.4 else "") for name in SHARES]
-        says = "\n".join(f"{printable(tokens[q])}→{printable(tokens[k])} {_percent(w)}" for q, k, w in found)
+        says = "\n".join(f"{names[q]}→{names[k]} {_percent(w)}" for q, k, w in found)
         table.add_row(str(head), kind, *cells, Text(says))
     return table
 
