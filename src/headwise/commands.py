@@ -146,7 +146,6 @@ def explain_command(
             raise ShapeError(
                 f"--steps does not take {', '.join(given)}; it takes --embed-dim, --heads, --length, --mask and --seed."
             )
-    if steps:
         small = {"embed_dim": embed_dim, "num_heads": heads, "length": length, "mask": mask and parse(mask)}
         told = walk(**{k: v for k, v in small.items() if v is not None}, seed=seed)  # type: ignore[arg-type]
         print(json.dumps(told.to_dict()) if as_json else str(told))
