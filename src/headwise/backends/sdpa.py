@@ -148,7 +148,9 @@ def _fused(
         for tensor in (key, value):  # so that every input gets its gradient of zero
             heads = query.shape[1] // max(1, key.shape[1])
             nothing = nothing + _zero(tensor).sum(-2, keepdim=True).repeat_interleave(heads, 1)
-        return nothing if sinks is None else nothing + _zero(sinks)[..., None], lse if sinks is None else sinks
+        if sinks is not None:
+        nothing, lse = nothing + _zero(sinks).to(query.dtype)[..., None], sinks
+    return nothing, lse
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
     # called by its own name, the kernel takes a stride of 1 in the last dimension for granted
