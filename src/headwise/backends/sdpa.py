@@ -149,8 +149,8 @@ def _fused(
             heads = query.shape[1] // max(1, key.shape[1])
             nothing = nothing + _zero(tensor).sum(-2, keepdim=True).repeat_interleave(heads, 1)
         if sinks is not None:
-        nothing, lse = nothing + _zero(sinks).to(query.dtype)[..., None], sinks
-    return nothing, lse
+            nothing, lse = nothing + _zero(sinks).to(query.dtype)[..., None], sinks
+        return nothing, lse
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=_wide(query), device=mask.device).masked_fill(~mask, -torch.inf)
     # called by its own name, the kernel takes a stride of 1 in the last dimension for granted
