@@ -52,7 +52,7 @@ TESTS = {
     "convert.huggingface": ["test_huggingface.py"],
     "convert.textbook": ["test_textbook.py"],
     "convert.torch": ["test_from_torch.py"],
-    "demo": ["test_demo.py"],
+    "demo": ["test_demo.py", "test_look.py"],
     "inspection": ["test_inspection.py"],
     "lint": ["test_explain.py"],
     "masks": ["test_masks.py", "test_bad_calls.py"],

@@ -435,3 +435,9 @@ def test_lints_of_a_call_reach_the_explanation():
     found = explain(query, query, query, mask=torch.ones(T, T).tril() > 0)
     assert [x.kind for x in found.lints] == ["dense causal", "no spans"]
     assert attention(query, query, query, mask=Causal()).shape == query.shape
+
+
+def test_useful_work_is_told_where_it_is_less():
+    x = torch.randn(1, 3, 5, 2)
+    assert "useful" in str(explain(x, x, x, mask=Causal()))
+    assert "useful" not in str(explain(x, x, x))

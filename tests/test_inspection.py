@@ -168,3 +168,17 @@ def test_observers_are_removed_after_an_error_as_well():
     with pytest.raises(ShapeError), record(layer):
         layer(torch.randn(1, 4, 5))
     assert layer.observer is None
+
+
+def test_modules_of_other_libraries_that_call_their_observer_are_recorded():
+    class SelfAttention(torch.nn.Module):
+        def forward(self, x):
+            self.observer(x, torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3))
+            return x
+
+    model = torch.nn.Sequential(SelfAttention(), torch.nn.Linear(2, 2))
+    with record(model) as calls:
+        assert not hasattr(model[1], "observer")
+        model[0](call(Full(), tokens=3))
+    assert [c.layer for c in calls] == ["0"]
+    assert not hasattr(model[0], "observer")

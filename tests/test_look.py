@@ -144,3 +144,21 @@ def test_an_empty_text_and_a_picture_without_a_folder_are_one_line(tmp_path):
         result = run(*words)
         assert result.exit_code == 2
         assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_with_a_decoder(tmp_path):
+    import tokenizers
+    import transformers
+
+    words = {word: i for i, word in enumerate(["<unk>", "the", "animal", "was", "tired"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    torch.manual_seed(2)
+    config = transformers.GPT2Config(vocab_size=5, n_embd=30, n_layer=2, n_head=3, n_positions=16)
+    transformers.GPT2Model(config).save_pretrained(tmp_path)
+    assert type(minilm.load(tmp_path)[0]) is transformers.GPT2Model
+    found = look.look_folder(tmp_path, "the animal was so tired")
+    assert found.tokens == ["the", "animal", "was", "so", "tired"]
+    assert found.difference <= 2e-5
+    assert all((layer.weights.triu(1) == 0).all() for layer in found.layers)

@@ -100,3 +100,11 @@ def test_tokens_of_one_name_are_told_apart():
     text = shown(head_table("t", [NUMBERS], ["mixed"], [[(2, 0, 0.5), (1, 0, 0.25)]], ["the", "cat", "the"]))
     assert "the[2]→the[0] 50%" in text
     assert "cat→the[0] 25%" in text
+
+
+def test_pictures_of_many_tokens_are_larger(tmp_path):
+    sizes = []
+    for count in (3, figures.MOST_LABELS + 1):
+        figures.draw_heads([torch.eye(count)[None]], [f"t{i}" for i in range(count)], tmp_path / "heads.png")
+        sizes.append(size_of_png(tmp_path / "heads.png"))
+    assert sizes[1] > sizes[0]

@@ -262,3 +262,9 @@ def test_the_same_seed_gives_the_same_numbers_and_another_others():
 def test_sizes_that_cannot_be_walked(sizes, said):
     with pytest.raises(ShapeError, match=said):
         walk(*sizes)
+
+
+def test_the_letters_of_each_tensor_are_printed():
+    printed = str(walk())
+    for shown in ("q  (B T E) 1×3×6", "k  (B H T D) 1×3×3×2", "weights  (B H T T) 1×3×3×3", "out  (B T E) 1×3×6"):
+        assert shown in printed
