@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from headwise.backends.base import Backend, Inputs
+from headwise.positions import Positions
+from headwise.spans import Spans
 
 FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
 
@@ -50,7 +52,7 @@ class Sdpa(Backend):
             start, stop = spans.reach()
             # slices, not masks: they are free, and what nobody sees cannot leak
             key, value = key[..., start:stop, :], value[..., start:stop, :]
-            inner = x.mask.spans(x.queries, type(x.keys)(stop - start, x.keys.start + start, x.keys.offset))
+            inner = x.mask.spans(x.queries, Positions(stop - start, x.keys.start + start, x.keys.offset))
             # a branch, here and for the heads: under torch.compile a condition is symbolic, which SDPA does not take
             if inner is not None and not inner.is_full and _is_causal(inner):
                 causal = True
@@ -237,7 +239,7 @@ def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-un
     return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
 
 
-def _is_causal(spans) -> bool:  # type: ignore[no-untyped-def]
+def _is_causal(spans: Spans) -> bool:
     """Whether row t sees exactly the slots up to t, which is what SDPA's ``is_causal`` means."""
     no_left = spans.left is None or spans.left + spans.rows - 1 <= 0
     no_last = spans.last is None or spans.last >= spans.slots
