@@ -1,7 +1,7 @@
 """The workloads: what is computed, at which sizes, under which mask, in which dtype.
 
 A case knows its name, its inputs and how much work it is; who computes it, and how, is for competitors.py. A
-new case is a line in CASES, a new mask a line in MASKS.
+new case is a line in ``_first`` (or ``_gpu``), a new mask a line in MASKS.
 
 B batch   H query heads      T query tokens   D head dimension   E embedding
           K key/value heads  S key tokens
@@ -66,13 +66,13 @@ class Attention:
         kind = "decode" if self.rows == 1 else self.level
         return f"{kind}/{self.mask}/{sizes}/{self.dtype}/{_direction(self)}"
 
-    def problem(self) -> "Problem":
+    def problem(self, device: torch.device | str = "cpu") -> "Problem":
         """Inputs by a fixed seed: query, key, value; and the gradient of the output."""
         slots, kv_heads = self.slots or self.rows, self.kv_heads or self.heads
         query = (self.batch, self.heads, self.rows, self.head_dim)
         key = (self.batch, kv_heads, slots, self.head_dim)
         *inputs, grad = _normal(query, key, key, query)
-        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, slots))
+        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, slots), device)
 
     def work(self, pairs: int) -> int:
         """Useful floating point operations: two products of matrices, on the pairs that may attend.
@@ -119,13 +119,13 @@ class Module:
         sizes = f"{self.batch}x{self.rows}x{self.embed_dim}-h{self.heads}"
         return f"{self.level}/{self.mask}/{sizes}/{self.dtype}/{_direction(self)}"
 
-    def problem(self) -> "Problem":
+    def problem(self, device: torch.device | str = "cpu") -> "Problem":
         """Inputs by a fixed seed: tokens, packed projections (query, key, value), output projection."""
         tokens, embed = (self.batch, self.rows, self.embed_dim), self.embed_dim
         *inputs, grad = _normal(tokens, (3 * embed, embed), (3 * embed,), (embed, embed), (embed,), tokens)
         for weight in (inputs[1], inputs[3]):
             weight *= embed**-0.5  # projected tokens are as large as tokens
-        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, self.rows))
+        return _problem(self, inputs, grad, (self.batch, self.heads, self.rows, self.rows), device)
 
     def work(self, pairs: int) -> int:
         """Useful floating point operations: as in attention, and four projections."""
@@ -149,7 +149,7 @@ class Problem:
         case: What it is.
         inputs: What goes in, in the dtype of the case; leaves of autograd where gradients are asked for.
         grad: Gradient of the output.
-        mask: The mask.
+        mask: The mask, on the device of the inputs.
         scores: The four sizes B, H, T, S of the scores.
     """
 
@@ -159,12 +159,17 @@ class Problem:
     mask: Mask
     scores: tuple[int, int, int, int]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return self.grad.device
+
     @cached_property
     def allowed(self) -> Bool[Tensor, "#B #H T S"]:
         """The mask, evaluated."""
         batch, heads, rows, slots = self.scores
         queries, keys = Positions(rows, start=slots - rows), Positions(slots)
-        return evaluate(self.mask.bind(batch, heads, queries, keys), batch, heads, queries, keys, device="cpu")
+        return evaluate(self.mask.bind(batch, heads, queries, keys), batch, heads, queries, keys, device=self.device)
 
     @cached_property
     def pairs(self) -> int:
@@ -196,9 +201,9 @@ def half_empty(batch: int, slots: int) -> Tensor:
     return torch.tensor([max(1, slots * (2 * row + 1) // (2 * batch)) for row in range(batch)])
 
 
-def select(glob: str, quick: bool = False) -> list[Case]:
-    """The cases whose name matches; with ``quick`` the tiny ones, which only show that everything runs."""
-    return [case for case in (QUICK if quick else CASES) if fnmatchcase(case.name, glob)]
+def select(glob: str, quick: bool = False, suite: str = "cpu") -> list[Case]:
+    """The cases of a suite whose name matches; with ``quick`` the tiny ones, which only show that everything runs."""
+    return [case for case in SUITES[suite][quick] if fnmatchcase(case.name, glob)]
 
 
 def _direction(case: Case) -> str:
@@ -210,10 +215,17 @@ def _normal(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=made) for shape in shapes]
 
 
-def _problem(case: Case, inputs: list[Tensor], grad: Tensor, scores: tuple[int, int, int, int]) -> Problem:
+def _problem(
+    case: Case,
+    inputs: list[Tensor],
+    grad: Tensor,
+    scores: tuple[int, int, int, int],
+    device: torch.device | str,
+) -> Problem:
     dtype = getattr(torch, case.dtype)
-    inputs = [t.to(dtype).requires_grad_(case.backward) for t in inputs]
-    return Problem(case, inputs, grad.to(dtype), MASKS[case.mask](scores[0], scores[3]), scores)
+    # rounded first: the numbers are the same on every device
+    inputs = [t.to(dtype).to(device).requires_grad_(case.backward) for t in inputs]
+    return Problem(case, inputs, grad.to(dtype).to(device), MASKS[case.mask](scores[0], scores[3]).to(device), scores)
 
 
 def _first() -> Iterator[Case]:
@@ -234,7 +246,31 @@ def _first() -> Iterator[Case]:
     yield Module(batch=8, rows=128, embed_dim=384, heads=12, dtype="bfloat16")
 
 
+def _gpu() -> Iterator[Case]:
+    """Sizes that fill a GPU, and the cases above in bfloat16, with and without gradients."""
+    yield from GPU_SIZED
+    for case in _first():
+        if case.dtype == "bfloat16":
+            yield case
+    half: list[dict] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "backward": True}]
+    for (batch, rows, embed), how in product([(1, 16, 384), (8, 128, 384), (4, 512, 768)], half):
+        module = Module(batch=batch, rows=rows, embed_dim=embed, heads=12, **how)
+        if module not in _first():
+            yield module
+
+
+def _gpu_sized() -> Iterator[Case]:
+    half: list[dict] = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "backward": True}]
+    for mask, how in product(("full", "causal", "window128"), half):
+        yield Attention(batch=4, heads=16, rows=2048, head_dim=64, mask=mask, **how)
+    for how in half:
+        yield Attention(batch=1, heads=32, rows=8192, head_dim=128, mask="causal", **how)
+        yield Attention(batch=2, heads=32, rows=2048, head_dim=128, kv_heads=8, mask="causal", **how)
+    yield Attention(batch=1, heads=32, rows=1, head_dim=128, kv_heads=8, slots=32768, dtype="bfloat16")
+
+
 CASES: tuple[Case, ...] = tuple(_first())
+GPU_SIZED: tuple[Case, ...] = tuple(_gpu_sized())
 QUICK: tuple[Case, ...] = (
     Attention(batch=2, heads=3, rows=7, head_dim=5),
     Attention(batch=2, heads=3, rows=11, head_dim=5, mask="causal", backward=True),
@@ -245,3 +281,19 @@ QUICK: tuple[Case, ...] = (
     # an even number of heads, which the fast path of nn.MultiheadAttention asks for
     Module(batch=2, rows=7, embed_dim=20, heads=4, mask="causal"),
 )
+# by suite: the cases, and the tiny ones
+SUITES: dict[str, tuple[tuple[Case, ...], tuple[Case, ...]]] = {
+    "cpu": (CASES, QUICK),
+    "gpu": (
+        tuple(_gpu()),
+        (
+            Attention(batch=2, heads=3, rows=7, head_dim=8, dtype="bfloat16"),
+            Attention(
+                batch=2, heads=4, rows=11, head_dim=8, kv_heads=2, mask="causal", dtype="bfloat16", backward=True
+            ),
+            Attention(batch=2, heads=3, rows=11, head_dim=8, mask="window3", dtype="bfloat16", backward=True),
+            Attention(batch=2, heads=6, rows=1, head_dim=16, kv_heads=3, slots=17, dtype="bfloat16"),
+            Module(batch=2, rows=7, embed_dim=24, heads=3, mask="causal", dtype="bfloat16", backward=True),
+        ),
+    ),
+}

@@ -26,8 +26,13 @@ LOOKS = [
     ("#CC79A7", "D"),
     ("#000000", "x"),
     ("#E69F00", "v"),
+    ("#0072B2", "*"),
+    ("#D55E00", "X"),
+    ("#009E73", "<"),
+    ("#CC79A7", ">"),
 ]
 SAME = ("processor", "cores", "threads", "instructions", "system", "python", "torch", "headwise", "commit")
+LATER = {"device": "cpu", "cuda": None, "triton": None}  # what older files do not say, and what it was there
 
 Record = dict[str, Any]
 
@@ -180,9 +185,8 @@ def comparison(run: list[Record], other: list[Record]) -> str:
         change[name].append(times[0] / times[1])
         rows.append([case, name, *(f"{t * 1e3:.3f}" for t in times), f"{times[0] / times[1]:.2f}"])
     rows += [["geometric mean", name, "", "", f"{geometric_mean(found):.2f}"] for name, found in change.items()]
-    differs = [
-        f"  {key}: {run[0].get(key)} and {other[0].get(key)}" for key in SAME if run[0].get(key) != other[0].get(key)
-    ]
+    first, later = LATER | run[0], LATER | other[0]
+    differs = [f"  {k}: {first.get(k)} and {later.get(k)}" for k in (*SAME, *LATER) if first.get(k) != later.get(k)]
     parts = ["First: " + heading(run), "Other: " + heading(other), _aligned(rows)]
     parts += ["\n".join(["Timed in one alone:", *lone])] if lone else []
     parts += ["\n".join(["The two differ in:", *differs])] if differs else []
@@ -236,12 +240,14 @@ def draw(run: list[Record], path: Path) -> None:
 
 def heading(run: list[Record]) -> str:
     """Where, when and with what; and the ceilings."""
-    it = run[0]
+    it = LATER | run[0]
     commit = (it["commit"] or "no commit")[:12] + "+" * (it["commit"] or "").endswith("+")
     text = (
         f"{it['processor']} ({it['instructions']}), {it['threads']} threads on {it['cores']} cores, "
         f"torch {it['torch']}, headwise {it['headwise']} at {commit}, {it['date']}"
     )
+    if it["device"] != "cpu":
+        text = f"{it['device']}, CUDA {it['cuda']}, Triton {it['triton']}; beside it {text}"
     if it["quick"]:
         text += "\nA quick run: its times mean nothing."
     tops = [ceiling_line(r) for r in run if r["kind"] == "ceiling"]

@@ -30,7 +30,7 @@ OLDEST, NEWEST = (3, 11), (3, 14)
 LEAST_TORCH = (2, 11)
 
 LOOK = ["cli", "plot", "transformers"]
-TEST = [*LOOK, "bench", "test"]
+TEST = [*LOOK, "onnx", "bench", "test"]
 ALL = [*TEST, "docs", "check"]
 # command: what it does, and the extras of pyproject.toml that it needs
 COMMANDS = {
@@ -49,6 +49,7 @@ SIZES = {
     "cli": (5, 25),
     "plot": (42, 170),
     "transformers": (25, 160),
+    "onnx": (10, 36),
     "bench": (0, 0),
     "test": (40, 160),
     "docs": (20, 70),

@@ -4,6 +4,7 @@ Every case says twice what it is: with headwise, and in plain Python that shares
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +23,11 @@ from headwise import (
     CustomScore,
     Dense,
     Document,
+    DynamicNTKSchedule,
     Full,
+    LinearSchedule,
+    Llama3Schedule,
+    LongRoPESchedule,
     Mask,
     Not,
     Or,
@@ -30,9 +35,12 @@ from headwise import (
     PerHead,
     Positions,
     Prefix,
+    ProportionalSchedule,
+    RotaryEmbedding,
     ScoreMod,
     Softcap,
     Window,
+    YaRNSchedule,
 )
 
 BACKEND_NAMES = tuple(backend.name for backend in BACKENDS)
@@ -383,5 +391,127 @@ SCORE_MODS = (
     ),
 )
 
-# layout, base
-ROTARY = ((False, 10_000.0), (True, 10_000.0), (False, 500.0), (True, 500.0))
+
+def _spectrum(pairs: int, base: float = 10_000.0) -> list[float]:
+    """Radians per position of each pair, as in the paper."""
+    return [base ** (-2 * i / (2 * pairs)) for i in range(pairs)]
+
+
+def _dynamic(length: int) -> list[float]:
+    """The base that transformers computes for a factor of 3 beyond 16 tokens, and its spectrum of 7 pairs."""
+    longer = max(length, 16)
+    return _spectrum(7, 10_000.0 * (3 * longer / 16 - (3 - 1)) ** (14 / (14 - 2)))
+
+
+def _yarn(pairs: int, base: float, factor: float, original: int, fast: float, slow: float, whole: bool) -> list[float]:
+    """Between the pairs that turn ``fast`` and ``slow`` times in the original length, a straight ramp."""
+    ends = [pairs * math.log(original / (2 * math.pi * turns)) / math.log(base) for turns in (fast, slow)]
+    low, high = (math.floor(ends[0]), math.ceil(ends[1])) if whole else ends
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    shares = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(pairs)]
+    turns = _spectrum(pairs, base)
+    return [turn * (1 - share) + turn / factor * share for turn, share in zip(turns, shares, strict=True)]
+
+
+def _llama3(turn: float, factor: float, original: int, low: float, high: float) -> float:
+    """By wavelength, in the three cases of the code published with Llama 3.1."""
+    wavelength = 2 * math.pi / turn
+    if wavelength < original / high:
+        return turn
+    if wavelength > original / low:
+        return turn / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * turn / factor + smooth * turn
+
+
+SHORT, LONG = (1.0, 1.1, 1.3, 1.2, 1.7, 1.9, 2.3), (1.0, 1.5, 2.9, 4.1, 5.3, 7.7, 8.9)
+
+
+@dataclass(frozen=True)
+class RotaryCase:
+    """Arguments of a rotary embedding, and what each pair does: its axis, and its radians per position.
+
+    ``turns`` is asked for the number of tokens of the call.
+    """
+
+    name: str
+    given: dict
+    turns: Callable[[int], list[float]]
+    head_dim: int = 14
+    axes: tuple[int, ...] | None = None
+    scaling: float = 1.0
+
+    def make(self) -> RotaryEmbedding:
+        return RotaryEmbedding(self.head_dim, **self.given)
+
+
+ROTARY = (
+    RotaryCase("half-split", {}, lambda n: _spectrum(7)),
+    RotaryCase("interleaved", {"interleaved": True}, lambda n: _spectrum(7)),
+    RotaryCase("another base", {"base": 500.0}, lambda n: _spectrum(7, 500.0)),
+    RotaryCase("partial", {"rotary_dim": 6}, lambda n: _spectrum(3)),
+    RotaryCase("partial, interleaved, odd head", {"rotary_dim": 10, "interleaved": True}, lambda n: _spectrum(5), 13),
+    RotaryCase("linear", {"schedule": LinearSchedule(3.0)}, lambda n: [turn / 3 for turn in _spectrum(7)]),
+    RotaryCase("dynamic", {"schedule": DynamicNTKSchedule(3.0, 16)}, _dynamic),
+    RotaryCase("dynamic, fixed", {"schedule": DynamicNTKSchedule(3.0, 16, length=29)}, lambda n: _dynamic(29)),
+    RotaryCase(
+        "yarn",
+        {"schedule": YaRNSchedule(4.0, 16, beta_fast=2), "base": 50.0},
+        lambda n: _yarn(7, 50.0, 4.0, 16, 2, 1, True),
+        scaling=0.1 * math.log(4.0) + 1,
+    ),
+    RotaryCase(
+        "yarn, not truncated",
+        {"schedule": YaRNSchedule(4.0, 64, attention_factor=1.25, truncate=False)},
+        lambda n: _yarn(7, 10_000.0, 4.0, 64, 32, 1, False),
+        scaling=1.25,
+    ),
+    RotaryCase(
+        "llama3",
+        {"schedule": Llama3Schedule(8.0, 64, 1.0, 5.0), "base": 500.0},
+        lambda n: [_llama3(turn, 8.0, 64, 1.0, 5.0) for turn in _spectrum(7, 500.0)],
+    ),
+    RotaryCase(
+        "longrope",
+        {"schedule": LongRoPESchedule(4.0, 16, SHORT, LONG)},
+        lambda n: [turn / slower for turn, slower in zip(_spectrum(7), LONG if n > 16 else SHORT, strict=True)],
+        scaling=math.sqrt(1 + math.log(4.0) / math.log(16)),
+    ),
+    RotaryCase(
+        "longrope, fixed",
+        {"schedule": LongRoPESchedule(4.0, 16, SHORT, LONG, attention_factor=0.9, length=17)},
+        lambda n: [turn / slower for turn, slower in zip(_spectrum(7), LONG, strict=True)],
+        scaling=0.9,
+    ),
+    RotaryCase(
+        "proportional",
+        {"schedule": ProportionalSchedule(0.45, 2.0)},
+        lambda n: [turn / 2 if i < 3 else 0.0 for i, turn in enumerate(_spectrum(7))],
+    ),
+    RotaryCase("axes", {"sections": (2, 3, 2)}, lambda n: _spectrum(7), axes=(0, 0, 1, 1, 1, 2, 2)),
+    RotaryCase(
+        "axes in turn",
+        {"sections": (4, 2, 1), "spectrum": "interleaved", "interleaved": True},
+        lambda n: _spectrum(7),
+        axes=(0, 1, 2, 0, 1, 0, 0),
+    ),
+    RotaryCase(
+        "axes in turn, grouped",
+        {"sections": (4, 3), "spectrum": "grouped"},
+        lambda n: [_spectrum(7)[i] for i in (0, 2, 4, 6, 1, 3, 5)],
+        axes=(0, 0, 0, 0, 1, 1, 1),
+    ),
+    RotaryCase(
+        "axes with a spectrum each",
+        {"sections": (4, 3), "spectrum": "axial", "schedule": LinearSchedule(2.0)},
+        lambda n: [turn / 2 for turn in _spectrum(4) + _spectrum(3)],
+        axes=(0, 0, 0, 0, 1, 1, 1),
+    ),
+    RotaryCase(
+        "axes, partial, dynamic",
+        {"sections": (3, 4), "rotary_dim": 14, "schedule": DynamicNTKSchedule(3.0, 16)},
+        _dynamic,
+        head_dim=17,
+        axes=(0, 0, 0, 1, 1, 1, 1),
+    ),
+)

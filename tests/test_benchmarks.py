@@ -13,7 +13,7 @@ from benchmarks.competitors import Step
 
 SHARED = {
     *("date", "processor", "cores", "threads", "instructions", "system", "python", "torch", "headwise"),
-    *("commit", "quick", "kind"),
+    *("commit", "quick", "kind", "device", "cuda", "triton"),
 }
 FIELDS = {
     "measurement": {
@@ -22,7 +22,7 @@ FIELDS = {
         *("share_of_memory", "inner", "peak_memory_bytes", "peak_memory_by", "samples_s"),
     },
     "ceiling": {"dtype", "ceiling", "unit", "per_s"},
-    "self": {"case", "ratio", "ratio_quartiles", "others_share", "void", "why_void"},
+    "self": {"case", "ratio", "ratio_quartiles", "others_share", "void", "why_void", "left_out"},
 }
 FORWARD = Attention(batch=2, heads=3, rows=7, head_dim=5, mask="causal")
 BACKWARD = Attention(batch=2, heads=3, rows=7, head_dim=5, backward=True)

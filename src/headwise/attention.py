@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.backends.base import Backend
-from headwise.caches import KVCache
+from headwise.caches import FixedCache, KVCache
 from headwise.checks import (
     MaskLike,
     as_mask,
@@ -60,6 +60,7 @@ class MultiHeadAttention(nn.Module):
         q_norm: Applied to each query head before rotation, such as ``nn.RMSNorm(head_dim)``.
         k_norm: Likewise for keys.
         rotary: Turns queries and keys by their position.
+        rotate_first: Whether to rotate before the norms rather than after them.
         score_mods: Modifications of the scores, applied before those of a call.
         mask: A mask for every call, joined with that of the call. Numbers only: what depends on the batch goes into
             the call.
@@ -107,6 +108,7 @@ class MultiHeadAttention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         rotary: RotaryEmbedding | None = None,
+        rotate_first: bool = False,
         score_mods: Sequence[ScoreMod] = (),
         mask: Mask = Full(),
         sinks: bool = False,
@@ -117,7 +119,7 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_switches(query_bias, key_bias, value_bias, out_bias, sinks, bias is not None and bias)
+        check_switches(query_bias, key_bias, value_bias, out_bias, sinks, rotate_first, bias is not None and bias)
         check_weight_dtype(dtype)
         if bias is not None:
             query_bias = key_bias = value_bias = out_bias = bias
@@ -139,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         self.dropout_p = check_dropout(dropout_p)
         self.max_length = None if max_length is None else check_size(max_length, "max_length")
         self.mask, self.rotary, self.score_mods = mask, rotary, nn.ModuleList(as_score_mods(score_mods))
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.rotate_first = q_norm, k_norm, rotate_first
         self.backend = backend
         check_layer(self)
 
@@ -171,8 +173,8 @@ class MultiHeadAttention(nn.Module):
         mask: MaskLike = Full(),
         score_mods: Sequence[ScoreMod] = (),
         cache: KVCache | None = None,
-        positions: Positions | None = None,
-        key_positions: Positions | None = None,
+        positions: Positions | Int[Tensor, "..."] | None = None,
+        key_positions: Positions | Int[Tensor, "..."] | None = None,
         lengths: Int[Tensor, " B"] | None = None,
         seed: int | Int[Tensor, ""] | None = None,
     ) -> Float[Tensor, "B T _"] | Float[Tensor, "T _"]:
@@ -184,10 +186,13 @@ class MultiHeadAttention(nn.Module):
             value: Tokens that are read; None means those of ``key``.
             mask: Which keys a query may attend to; joined with the layer's own mask.
             score_mods: Modifications of the scores, after the layer's own.
-            cache: Keys and values of earlier calls; this call's are added to it.
-            positions: Where the queries stand; None asks the cache, or lets the last query stand with the last key.
-            key_positions: Where the keys stand; None means with the queries in self-attention, else from 0.
-            lengths: How many of the tokens of each row are real, for the cache.
+            cache: Keys and values of earlier calls; this call's are added to it. A ``FixedCache`` that is filled
+                gives the keys and values itself.
+            positions: Where the queries stand: ``Positions``, or a tensor of positions (tokens,), (batch, tokens) or
+                (axes, batch, tokens), which leaves indices as they are. None asks the cache, or lets the last query
+                stand with the last key.
+            key_positions: Where the keys stand, likewise; None means with the queries in self-attention, else from 0.
+            lengths: How many of the tokens of each row are real, counted from the first: the cache stores no others.
             seed: What makes dropout the same on every backend; None follows torch's generator.
 
         Returns:
@@ -196,22 +201,47 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ShapeError: When sizes, dtypes or devices do not fit together.
             UnsupportedError: When the backend named cannot run the call.
+            CacheError: When the cache is full, belongs to another layer, or does not fit the call.
         """
-        q_BTE, k_BSE, v_BSE = complete(self, query, key, value)
-        queries, keys = place(q_BTE, k_BSE, cache, lengths, positions, key_positions)
+        mask = self._joined(as_mask(mask))
+        q_BTE, k_BSE, v_BSE = complete(self, query, key, value, cache)
+        queries, keys = place(self, q_BTE, k_BSE, mask, cache, lengths, positions, key_positions)
+        length = self._length(queries, keys, q_BTE.device)
         q_BHTD = self.q_proj(q_BTE).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        k_BKSD = self.k_proj(k_BSE).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        v_BKSV = self.v_proj(v_BSE).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
-        q_BHTD = q_BHTD if self.q_norm is None else self.q_norm(q_BHTD)
-        k_BKSD = k_BKSD if self.k_norm is None else self.k_norm(k_BKSD)
-        if self.rotary is not None:
-            q_BHTD = self.rotary(q_BHTD, queries.position(q_BTE.device))
-            k_BKSD = self.rotary(k_BKSD, keys.position(k_BSE.device))
-        if cache is not None:
-            k_BKSD, v_BKSV, keys = cache.append(k_BKSD, v_BKSV, keys, lengths)
-        out_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, as_mask(mask), score_mods, queries, keys, seed)
+        q_BHTD = self._turned(q_BHTD, self.q_norm, queries, length)
+        if k_BSE is not None and v_BSE is not None:
+            k_BKSD = self.k_proj(k_BSE).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+            v_BKSV = self.v_proj(v_BSE).unflatten(-1, (self.num_kv_heads, self.v_head_dim)).transpose(1, 2)
+            k_BKSD = self._turned(k_BKSD, self.k_norm, keys, length)
+            if cache is not None:
+                k_BKSD, v_BKSV, keys = cache.append(k_BKSD, v_BKSV, keys, lengths)
+        if isinstance(cache, FixedCache):
+            k_BKSD, v_BKSV, keys = cache.recall(queries)
+        out_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, mask, score_mods, queries, keys, seed)
         out_BTE = self.out_proj(out_BHTV.transpose(1, 2).flatten(2))
         return out_BTE if query.dim() == 3 else out_BTE[0]
+
+    def _joined(self, mask: Mask) -> Mask:
+        if isinstance(self.mask, Full):
+            return mask
+        return self.mask if isinstance(mask, Full) else self.mask & mask
+
+    def _turned(
+        self, x: Float[Tensor, "B N L D"], norm: nn.Module | None, at: Positions, length: Int[Tensor, ""] | None
+    ) -> Float[Tensor, "B N L D"]:
+        """Queries or keys normed and rotated, in the order of the layer."""
+        if norm is not None and not self.rotate_first:
+            x = norm(x)
+        if self.rotary is not None:
+            x = self.rotary(x, at.position(x.device)) if length is None else self.rotary(x, at.position(x.device), length)
+        return norm(x) if norm is not None and self.rotate_first else x
+
+    def _length(self, queries: Positions, keys: Positions, device: torch.device) -> Int[Tensor, ""] | None:
+        """The length of the call, for a rotary schedule that follows it: one table for queries and keys."""
+        if self.rotary is None or not getattr(self.rotary, "follows_length", False):
+            return None
+        zero = torch.zeros(1, dtype=torch.int64, device=device)  # so that no token is a length as well
+        return torch.cat([zero, queries.position(device).flatten() + 1, keys.position(device).flatten() + 1]).max()
 
     def _attend(
         self,
@@ -224,8 +254,6 @@ class MultiHeadAttention(nn.Module):
         keys: Positions,
         seed: int | Int[Tensor, ""] | None,
     ) -> Float[Tensor, "B H T V"]:
-        if not isinstance(self.mask, Full):
-            mask = self.mask if isinstance(mask, Full) else self.mask & mask
         dropout_p = self.dropout_p if self.training else 0.0
         lse: Literal["no", "value"] = "no" if self.observer is None else "value"
         # a norm kept in float32 may return wider queries and keys than values under autocast
@@ -251,6 +279,7 @@ class MultiHeadAttention(nn.Module):
             "mask": Full(),
             "dropout_p": 0.0,
             "max_length": None,
+            "rotate_first": False,
             "backend": "auto",
         }
         shown += [f"{k}={v!r}" for k, default in defaults.items() if (v := getattr(self, k)) != default]

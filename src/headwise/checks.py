@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from headwise.backends import named
 from headwise.backends.base import Rows
-from headwise.caches import KVCache
-from headwise.errors import ShapeError
-from headwise.masks import Dense, Mask, strided
+from headwise.caches import FixedCache, KVCache
+from headwise.errors import CacheError, ShapeError
+from headwise.masks import And, Dense, Mask, Or, PerHead, strided
 from headwise.positions import Positions
 from headwise.rotary import RotaryEmbedding
 from headwise.score_mods import ScoreMod
@@ -123,14 +124,28 @@ def check_dtype(tokens: Tensor, projection: nn.Module, name: str) -> None:
         )
 
 
-def check_positions(positions: Any, count: int, name: str) -> None:
-    """Refuse what is not the positions of ``count`` tokens."""
+def as_positions(positions: Any, base: Positions, query: Tensor, name: str) -> Positions:
+    """The positions of ``base.count`` tokens: as given, or ``base`` with a tensor of positions, or ``base`` for None."""
+    if positions is None:
+        return base
+    if isinstance(positions, Tensor):
+        positions = positions[None] if positions.dim() == 1 else positions
+        positions = replace(base, offset=0, positions=positions)
     if not isinstance(positions, Positions):
-        raise ShapeError(f"The {name} positions are {type(positions).__name__}; give Positions(count, start).")
-    if positions.count != count:
         raise ShapeError(
-            f"The {name} positions are for {positions.count} tokens, but there are {count}; give one each."
+            f"The {name} positions are {type(positions).__name__}; give Positions(count, start), or a tensor of whole "
+            "numbers (batch, tokens)."
         )
+    if positions.count != base.count:
+        raise ShapeError(
+            f"The {name} positions are for {positions.count} tokens, but there are {base.count}; give one each."
+        )
+    for tensor in positions.tensors():
+        rows = tensor.shape[0] if tensor.dim() == 1 else tensor.shape[-2]
+        if rows != query.shape[0] and (rows != 1 or tensor.dim() == 1):
+            raise ShapeError(f"The {name} positions are for {rows} rows, the call has {query.shape[0]}; give one each.")
+        same_device(tensor, query, f"{name} positions")
+    return positions
 
 
 def check_seed(seed: Any, query: Tensor) -> int | Tensor | None:
@@ -255,15 +270,28 @@ def check_layer(layer: Any) -> None:
             )
 
 
-def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a call in batches, each defaulting to those before it; refuse what the layer does not take."""
-    key = query if key is None else key
-    value = key if value is None else value
-    wants = {
-        "query": (query, layer.embed_dim, layer.q_proj),
-        "key": (key, layer.key_dim, layer.k_proj),
-        "value": (value, layer.value_dim, layer.v_proj),
-    }
+def complete(
+    layer: Any, query: Any, key: Any, value: Any, cache: Any = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The tokens of a call in batches, each defaulting to those before it; refuse what the layer does not take.
+
+    Keys and values are None where a cache has them already.
+    """
+    wants = {"query": (query, layer.embed_dim, layer.q_proj)}
+    recalls = isinstance(cache, FixedCache) and cache.is_filled
+    if recalls:
+        if key is not None and not (cache.is_from(key) and (value is None or value is key)):
+            raise CacheError(
+                f"The cache is filled with {cache.length} keys, and key= may be others; leave key out, or make a new "
+                "FixedCache."
+            )
+    else:
+        if isinstance(cache, FixedCache):
+            if key is None:
+                raise CacheError("A FixedCache that is empty needs key tokens; give key= in the first call.")
+        key = query if key is None else key
+        value = key if value is None else value
+        wants |= {"key": (key, layer.key_dim, layer.k_proj), "value": (value, layer.value_dim, layer.v_proj)}
     for name, (tokens, size, projection) in wants.items():
         if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
             shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -276,6 +304,10 @@ def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tens
                 f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
             )
         check_dtype(tokens, projection, name)
+    if isinstance(cache, FixedCache) and not recalls and isinstance(key, Tensor) and value is key:
+        cache.remember(key)
+    if recalls:
+        return (query if query.dim() == 3 else query[None]), None, None
     if query.dim() == 3:
         return query, key, value
     # the same tokens stay the same tensor: that is how self-attention is known
@@ -284,26 +316,79 @@ def complete(layer: Any, query: Any, key: Any, value: Any) -> tuple[Tensor, Tens
 
 
 def place(
-    query: Tensor, key: Tensor, cache: Any, lengths: Any, queries: Positions | None, keys: Positions | None
+    layer: Any,
+    query: Tensor,
+    key: Tensor | None,
+    mask: Mask,
+    cache: Any,
+    lengths: Any,
+    queries: Any,
+    keys: Any,
 ) -> tuple[Positions, Positions]:
     """Where the tokens of a layer's call stand; see ``stand`` for what is not given."""
     if cache is not None and not isinstance(cache, KVCache):
         raise ShapeError(f"cache= takes a KVCache, not {type(cache).__name__}; leave it out for none.")
     if cache is None and lengths is not None:
         raise ShapeError("lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths).")
-    if queries is None and cache is not None:
-        queries = cache.next_positions(query.shape[-2])
-    if queries is not None:
-        check_positions(queries, query.shape[-2], "query")
+    rows = query.shape[-2]
+    if cache is not None:
+        cache.claim(layer)
+        if cache.keeps is not None and not _looks_within(mask, cache.keeps):
+            raise CacheError(
+                f"The cache keeps the last {cache.keeps} tokens, but the mask lets a query look further back; join "
+                f"Window({cache.keeps}) to it, or keep more tokens."
+            )
+        if getattr(layer.rotary, "follows_length", False):
+            raise CacheError(
+                "The rotary schedule follows the length of each call, but a cache holds keys that are turned already; "
+                "give the schedule the length= that you will reach."
+            )
+        queries = as_positions(queries, cache.next_positions(rows), query, "query")
+    if key is None:
+        return queries, queries
     if keys is None and key is query:
         keys = queries
-    return stand(query.shape[-2], key.shape[-2], queries, keys)
+    return stand(query, key.shape[-2], queries, keys)
 
 
-def stand(rows: int, slots: int, queries: Positions | None, keys: Positions | None) -> tuple[Positions, Positions]:
+def stand(query: Tensor, slots: int, queries: Any, keys: Any) -> tuple[Positions, Positions]:
     """Positions of queries and keys: keys stand from 0 and the last query with the last key, unless given."""
-    keys = Positions(slots) if keys is None else keys
-    check_positions(keys, slots, "key")
-    queries = Positions(rows, start=keys.stop - rows, offset=keys.offset) if queries is None else queries
-    check_positions(queries, rows, "query")
-    return queries, keys
+    rows = query.shape[-2]
+    keys = as_positions(keys, Positions(slots), query, "key")
+    if queries is None and keys.positions is not None:
+        if not keys.is_run or rows > slots:
+            raise ShapeError(f"The positions of {slots} keys do not say those of {rows} queries; give them as well.")
+        queries = keys.positions[..., slots - rows :]
+    return as_positions(queries, Positions(rows, start=keys.stop - rows, offset=keys.offset), query, "query"), keys
+
+
+def check_axes(queries: Positions, keys: Positions, score_mods: Iterable[ScoreMod]) -> None:
+    """Refuse positions along several axes where a score modification reads one."""
+    axes = max(queries.axes, keys.axes)
+    for mod in score_mods:
+        if axes > 1 and mod.over == "positions":
+            raise ShapeError(
+                f"{type(mod).__name__} reads one position per token, but these have {axes}, one per axis; give "
+                "(batch, tokens)."
+            )
+
+
+def _looks_within(mask: Mask, tokens: int) -> bool:
+    """Whether no query may look at other than the last ``tokens`` keys, itself counted, by the mask's numbers."""
+    if isinstance(mask, And):
+        return any(_looks_within(part, tokens) for part in mask.parts())
+    if isinstance(mask, (Or, PerHead)):
+        return all(_looks_within(part, tokens) for part in mask.parts())
+    if any(True for _ in mask.tensors()):
+        return False
+    # as many neighbours as there are tokens, and one, meet every case of a mask that repeats
+    far = 2**20
+    spans = mask.spans(Positions(tokens + 1, start=far), Positions(far + tokens + 1))
+    if spans is None:
+        return False
+    if spans.is_numbers:
+        return isinstance(spans.left, int) and spans.left > far - tokens
+    if torch.compiler.is_compiling():  # reading a tensor would break the graph; the first eager call does
+        return True
+    start = spans.tensor()[..., 0].amin(-1)
+    return bool((torch.arange(far, far + tokens + 1) - start < tokens).all())

@@ -16,6 +16,7 @@ from headwise.checks import (
     MaskLike,
     as_mask,
     as_score_mods,
+    check_axes,
     check_dropout,
     check_dtypes,
     check_edit,
@@ -33,6 +34,7 @@ from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 
+Places = Positions | Int[Tensor, "..."]
 Observer = Callable[[Inputs, Tensor, Tensor | None], Tensor | None]
 LARGE = 2**26  # scores that the reference holds in training from which on it says so: 256 MiB in float32
 _warned: set[str] = set()
@@ -49,8 +51,8 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | Int[Tensor, ""] | None = None,
-    query_positions: Positions | None = None,
-    key_positions: Positions | None = None,
+    query_positions: Places | None = None,
+    key_positions: Places | None = None,
     backend: str | Backend = "auto",
 ) -> Float[Tensor, "B H T V"]:
     """Scaled dot-product attention: softmax(scale · query · keyᵀ) · value, for every head.
@@ -65,8 +67,9 @@ def attention(
         scale: What the dot products are multiplied by; None means 1/sqrt(D).
         dropout_p: Probability that a weight is dropped. This function always drops; a layer drops in training only.
         seed: What makes dropout the same on every backend; None follows torch's generator.
-        query_positions: Where the queries stand; None lets the last query stand with the last key.
-        key_positions: Where the keys stand; None means from 0.
+        query_positions: Where the queries stand: ``Positions``, or a tensor of positions (batch, tokens), which leaves
+            indices as they are; None lets the last query stand with the last key.
+        key_positions: Where the keys stand, likewise; None means from 0.
         backend: "auto", or the name of one, which is then never swapped for another.
 
     Returns:
@@ -99,8 +102,8 @@ def attention_with_lse(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int | Int[Tensor, ""] | None = None,
-    query_positions: Positions | None = None,
-    key_positions: Positions | None = None,
+    query_positions: Places | None = None,
+    key_positions: Places | None = None,
     backend: str | Backend = "auto",
 ) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"]]:
     """``attention``, and the logarithm of what each softmax divides by.
@@ -163,8 +166,8 @@ def attention_weights(
     score_mods: Sequence[ScoreMod] = (),
     sinks: Float[Tensor, " H"] | None = None,
     scale: float | None = None,
-    query_positions: Positions | None = None,
-    key_positions: Positions | None = None,
+    query_positions: Places | None = None,
+    key_positions: Places | None = None,
     rows: Sequence[int] | slice | Int[Tensor, " R"] | None = None,
     stage: Stage = "weights",
 ) -> Float[Tensor, "B H R S"]:
@@ -252,8 +255,8 @@ def prepare(
     scale: float | None,
     dropout_p: float,
     seed: int | Tensor | None,
-    query_positions: Positions | None,
-    key_positions: Positions | None,
+    query_positions: Places | None,
+    key_positions: Places | None,
     lse: Literal["no", "value", "gradient"] = "no",
 ) -> Inputs:
     """Check a call and complete it: the public border, after which everything trusts its inputs."""
@@ -263,11 +266,12 @@ def prepare(
     check_dtypes(query, key, value)
     batch, heads, rows, head_dim = query.shape
     slots = key.shape[-2]
-    queries, keys = stand(rows, slots, query_positions, key_positions)
+    queries, keys = stand(query, slots, query_positions, key_positions)
     mask = as_mask(mask)
     for tensor in mask.tensors():
         same_device(tensor, query, "mask")
     score_mods = as_score_mods(score_mods)
+    check_axes(queries, keys, score_mods)
     for mod in score_mods:
         mod.bind(batch, heads, rows, slots)
         for tensor in (*mod.parameters(), *mod.buffers()):

@@ -43,7 +43,11 @@ class Mask(ABC):
         """
 
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        """The same answer as key runs per query row, or None where runs cannot say it."""
+        """The same answer as key runs per query row, or None where runs cannot say it.
+
+        ``queries.start`` and ``keys.start`` are ints, or tensors with one number per row of the batch; both sides
+        are runs of consecutive indices here. What else a ``Positions`` can say is seen to by the caller.
+        """
         return None
 
     def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> "Mask":
@@ -312,7 +316,7 @@ class Padding(Mask):
 
     lengths: int | list[int] | Shaped[Tensor, "..."] | None = None
     left: int | list[int] | Int[Tensor, " B"] | None = field(default=None, kw_only=True)
-    first_key: int = field(default=0, repr=False, kw_only=True)
+    keys: Positions | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if (self.lengths is None) == (self.left is None):
@@ -336,14 +340,14 @@ class Padding(Mask):
         if self.is_boolean:
             _same_size(self.lengths.shape[0], batch, "row", "the boolean padding mask")  # type: ignore[union-attr]
             _same_size(self.lengths.shape[1], keys.count, "key", "the boolean padding mask")  # type: ignore[union-attr]
-            return replace(self, first_key=keys.start)
+            return replace(self, keys=keys)
         _rows_match(self.lengths, batch, "lengths")
         _rows_match(self.left, batch, "left")
         return self
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         if self.is_boolean:
-            return self.lengths[b, k - self.first_key]  # type: ignore[index, call-overload]
+            return self.lengths[b, _column_of(self.keys, b, k)]  # type: ignore[index, call-overload]
         return k < _at(self.lengths, b) if self.left is None else k >= _at(self.left, b)
 
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
@@ -381,7 +385,7 @@ class Document(Mask):
     key_ids: Int[Tensor, "#B S"] | Int[Tensor, " S"] | None = None
     # per token the run of its document; only from_lengths knows that documents are contiguous
     runs: Int[Tensor, "T 2"] | None = field(default=None, repr=False, kw_only=True)
-    origin: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
+    at: tuple[Positions, Positions] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("query_ids", "key_ids"):
@@ -421,11 +425,12 @@ class Document(Mask):
             _same_size(ids.shape[1], count, name, f"the {name} ids of the document mask")
             if ids.shape[0] != 1:
                 _same_size(ids.shape[0], batch, "row", f"the {name} ids of the document mask")
-        return replace(self, origin=(queries.start, keys.start))
+        return replace(self, at=(queries, keys))
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
         key_ids = self.query_ids if self.key_ids is None else self.key_ids
-        row, slot = q - self.origin[0], k - self.origin[1]
+        queries, keys = self.at or (None, None)
+        row, slot = _column_of(queries, b, q), _column_of(keys, b, k)
         query_row = b if self.query_ids.shape[0] > 1 else torch.zeros_like(b)
         key_row = b if key_ids.shape[0] > 1 else torch.zeros_like(b)
         return self.query_ids[query_row, row] == key_ids[key_row, slot]
@@ -520,10 +525,11 @@ class Chunk(Mask):
         return self._number(b, q) == self._number(b, k)
 
     def spans(self, queries: Positions, keys: Positions) -> Spans:
-        size, start = _column(self.size), _column(self.start)
-        device = next((v.device for v in (size, start) if isinstance(v, Tensor)), None)
-        q = torch.arange(queries.start, queries.stop, device=device)[None, None, :, None]
-        begin = torch.div(q - start, size, rounding_mode="floor") * size + start - keys.start
+        size, start, ahead = _rows(self.size), _rows(self.start), _rows(keys.start)
+        held = (size, start, ahead, queries.start)
+        device = next((v.device for v in held if isinstance(v, Tensor)), torch.device("cpu"))
+        q = queries.index(device)[:, None, :, None]
+        begin = torch.div(q - start, size, rounding_mode="floor") * size + start - ahead
         return Spans(queries.count, keys.count, runs=make_runs(begin, begin + size, keys.count))
 
 
@@ -548,7 +554,7 @@ class Dense(Mask):
     """
 
     values: Shaped[Tensor, "..."]
-    origin: tuple[int, int] = field(default=(0, 0), repr=False, kw_only=True)
+    at: tuple[Positions, Positions] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         values = self.values
@@ -612,10 +618,11 @@ class Dense(Mask):
 
     def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
         broadcast_to_call(self.values.shape, batch, heads, queries.count, keys.count, "mask")
-        return replace(self, origin=(queries.start, keys.start))
+        return replace(self, at=(queries, keys))
 
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
-        row, slot = q - self.origin[0], k - self.origin[1]
+        queries, keys = self.at or (None, None)
+        row, slot = _column_of(queries, b, q), _column_of(keys, b, k)
         where = (b, h, row, slot)[4 - self.values.dim() :]
         return self.values[
             tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(where, self.values.shape, strict=True))
@@ -730,7 +737,9 @@ def evaluate(
     h = torch.arange(head_offset, head_offset + heads, device=device)[None, :, None, None]
     seen = mask.allowed(b, h, q, k)
     lead = seen.shape[: max(0, seen.dim() - 2)]
-    return seen.expand(*lead, q.shape[2], k.shape[3])[(None,) * (2 - len(lead))]
+    seen = seen.expand(*lead, q.shape[2], k.shape[3])[(None,) * (2 - len(lead))]
+    there = keys.there(device)  # joined after the algebra: no Not and no Or shows an empty place
+    return seen if there is None else seen & there[:, None, None, :]
 
 
 def broadcast_to_call(shape: torch.Size, batch: int, heads: int, rows: int, slots: int, what: str) -> None:
@@ -816,25 +825,18 @@ def _at(value: Any, b: Tensor) -> Any:
     return value.to(torch.int64)[b] if isinstance(value, Tensor) else value
 
 
-def _column(value: Any) -> Any:
-    return value.to(torch.int64)[:, None, None, None] if isinstance(value, Tensor) else value
+def _column_of(positions: Positions | None, b: Indices, index: Indices) -> Tensor:
+    return index if positions is None else positions.column_of(b, index)
 
 
 def _between(queries: Positions, keys: Positions, start: Any, stop: Any) -> Spans:
     """Spans of start <= key index < stop, the same for every query; None for no bound."""
-    if not isinstance(start, Tensor) and not isinstance(stop, Tensor):
-        first = 0 if start is None else start - keys.start
-        return Spans(queries.count, keys.count, first=first, last=None if stop is None else stop - keys.start)
-    device = start.device if isinstance(start, Tensor) else stop.device
-    low = torch.zeros((), dtype=torch.int64, device=device) if start is None else _column(start) - keys.start
-    high = torch.full((), keys.count, device=device) if stop is None else _column(stop) - keys.start
-    low, high = (torch.as_tensor(v, device=device) for v in (low, high))
-    shape = torch.broadcast_shapes(low.shape, high.shape, (1, 1, queries.count, 1))
-    return Spans(
-        queries.count,
-        keys.count,
-        runs=make_runs(low.expand(shape), high.expand(shape), keys.count),
-    )
+    first = 0 if start is None else start - keys.start
+    return Spans(queries.count, keys.count, first=first, last=None if stop is None else stop - keys.start)
+
+
+def _rows(value: Any) -> Any:
+    return value.to(torch.int64)[:, None, None, None] if isinstance(value, Tensor) else value
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:

@@ -26,10 +26,12 @@ class Lowered:
     """What a score modification amounts to, for a backend that knows the kind.
 
     ``softcap``: cap · tanh(score / cap), ``values`` holds the cap. ``slopes``: score - slope · distance, ``values``
-    holds a slope per head. ``tile``: score + values, aligned to the last query and key of the call.
+    holds a slope per head. ``table``: score + values[head, distance], where distance is key position less query
+    position, clamped to ±M and counted from -M: ``values`` is (heads, 2M + 1). ``tile``: score + values, aligned to
+    the last query and key of the call.
     """
 
-    kind: Literal["softcap", "slopes", "tile"]
+    kind: Literal["softcap", "slopes", "table", "tile"]
     values: Any
 
 
@@ -37,7 +39,8 @@ class ScoreMod(nn.Module):
     """A modification of the scores; subclass it and write ``forward``.
 
     Attributes:
-        over: What ``q`` and ``k`` of ``forward`` are: "positions", or "slots" for rows and columns of the call.
+        over: What ``q`` and ``k`` of ``forward`` are: "positions", or "slots" for rows and columns of the call, in
+            the order of its tokens.
     """
 
     over: Literal["positions", "slots"] = "positions"
@@ -150,6 +153,91 @@ class ALiBi(ScoreMod):
         return f"{self.num_heads}"
 
 
+class RelativeBias(ScoreMod):
+    """Add a trained number per head and range of distance: the relative position bias of T5.
+
+    Distances fall into buckets: half of them hold one distance each, from 0 on; the others grow logarithmically up to
+    ``max_distance``, and the last takes all that is farther. A decoder puts all buckets on earlier keys; an encoder
+    gives one half of them to later keys.
+
+    Args:
+        num_heads: Number of query heads.
+        num_buckets: Number of buckets, at least 2; even when ``bidirectional``, and then at least 4.
+        max_distance: Distance in tokens from which on all share the last bucket.
+        bidirectional: Whether keys after the query have buckets of their own (encoders), rather than count as
+            distance 0 (decoders, beside a causal mask).
+        device: Where the table is made.
+        dtype: Of the table.
+
+    Attributes:
+        table: The trainable numbers, (buckets, heads): zero at first, and the layout of T5's checkpoints.
+
+    Raises:
+        ShapeError: When there are too few buckets, or ``max_distance`` leaves none to grow.
+
+    Example:
+        >>> bias = RelativeBias(2, num_buckets=8, max_distance=16)
+        >>> bias.buckets(torch.arange(-20, 21, 5))
+        tensor([3, 3, 3, 2, 0, 6, 7, 7, 7])
+
+    Reference: Raffel et al., T5, 2019, section 2.1. https://arxiv.org/abs/1910.10683
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        *,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if integer(num_heads, "num_heads") < 1:
+            raise ShapeError(f"{num_heads} heads have no bias; give at least 1.")
+        sides = 2 if bidirectional else 1
+        if integer(num_buckets, "num_buckets") < 2 * sides or num_buckets % sides:
+            need = "an even number of at least 4" if bidirectional else "at least 2"
+            raise ShapeError(f"{num_buckets} buckets cannot hold near and far distances; give {need}.")
+        if integer(max_distance, "max_distance") <= num_buckets // sides // 2:
+            raise ShapeError(
+                f"A max_distance of {max_distance} is within the {num_buckets // sides // 2} buckets of one distance "
+                "each; give a larger one."
+            )
+        self.num_heads, self.num_buckets = num_heads, num_buckets
+        self.max_distance, self.bidirectional = max_distance, bidirectional
+        self.table = nn.Parameter(torch.zeros(num_buckets, num_heads, device=device, dtype=dtype))
+
+    def buckets(self, distance: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """The bucket of each distance, which is key position less query position."""
+        count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
+        exact = count // 2
+        away = distance.abs() if self.bidirectional else (-distance).clamp(min=0)
+        # in float32 and in this order, as where T5 was trained: at a border the rounding decides
+        grown = torch.log(away.clamp(min=1).float() / exact) / math.log(self.max_distance / exact) * (count - exact)
+        bucket = torch.where(away < exact, away, (exact + grown.long()).clamp(max=count - 1))
+        return bucket + count * (distance > 0) if self.bidirectional else bucket
+
+    def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
+        return score + self.table.to(score.dtype)[self.buckets(k - q), h]
+
+    def lowered(self) -> Lowered:
+        far = self.max_distance
+        distance = torch.arange(-far, far + 1, device=self.table.device)
+        return Lowered("table", self.table[self.buckets(distance)].T)
+
+    def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
+        if self.num_heads != heads:
+            raise ShapeError(
+                f"The call has {heads} heads, but RelativeBias is for {self.num_heads}; build it for the call."
+            )
+
+    def extra_repr(self) -> str:
+        side = "" if self.bidirectional else ", bidirectional=False"
+        return f"{self.num_heads}, num_buckets={self.num_buckets}, max_distance={self.max_distance}{side}"
+
+
 class Bias(ScoreMod):
     """Add a tensor to the scores. Its last row and column are the last query and key of the call.
 
@@ -185,9 +273,11 @@ class Bias(ScoreMod):
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
         values = self.values.to(score.dtype)
         if values.shape[-2] > 1:
-            values = values.index_select(-2, q.flatten())
-        if values.shape[-1] > 1:
+            values = values.index_select(-2, q.flatten())  # rows of a call lie in one order
+        if values.shape[-1] > 1 and k.shape[0] == 1:
             values = values.index_select(-1, k.flatten())
+        elif values.shape[-1] > 1:  # a ring of its own in each row of the batch
+            values = torch.take_along_dim(values.expand(1, 1, *values.shape) if values.dim() == 2 else values, k, -1)
         return score + values
 
     def lowered(self) -> Lowered:

@@ -1,19 +1,22 @@
 """Spans: the keys that each query row may see, as runs.
 
 Nearly every mask in use lets a query see a few contiguous runs of keys. While one affine run says it all (full,
-causal, window and their intersections) a ``Spans`` is six numbers; otherwise it is a tensor of (start, stop) pairs,
-O(T) where a dense mask is O(T·S). The idea of intervals instead of a dense mask is that of FlashMask
-(Wang et al., 2024, https://arxiv.org/abs/2410.01359), here per row rather than per column.
+causal, window, lengths and their intersections) a ``Spans`` is six numbers, or some of them a number per row of the
+batch; otherwise it is a tensor of (start, stop) pairs, O(T) where a dense mask is O(T·S). The idea of intervals
+instead of a dense mask is that of FlashMask (Wang et al., 2024, https://arxiv.org/abs/2410.01359), here per query
+rather than per key.
 
 Rows count the queries of a call from 0, slots its keys from 0. A slot is an index less the index of the first key.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int, Int32
 from torch import Tensor
+
+Number = int | Int[Tensor, " B"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +24,8 @@ class Spans:
     """Key runs per query row.
 
     Without ``runs``, row t sees the slots ``max(first, t + left) <= s < min(last, t + right)``; a ``left`` or
-    ``right`` of None sets no bound. With ``runs`` those say it, and the four numbers are unused.
+    ``right`` of None sets no bound. Each of the four may be a tensor with a number per row of the batch. With ``runs``
+    those say it, and the four numbers are unused.
 
     Args:
         rows: Number of queries T.
@@ -35,26 +39,27 @@ class Spans:
 
     rows: int
     slots: int
-    first: int = 0
-    last: int | None = None
-    left: int | None = None
-    right: int | None = None
+    first: Number = 0
+    last: Number | None = None
+    left: Number | None = None
+    right: Number | None = None
     runs: Int32[Tensor, "#B #H T R 2"] | None = None
 
     @property
     def is_numbers(self) -> bool:
-        """Whether the spans are numbers, so that reading them needs no tensor."""
-        return self.runs is None
+        """Whether the spans are numbers, the same for the whole batch, so that reading them needs no tensor."""
+        return self.runs is None and not any(isinstance(v, Tensor) for v in self._bounds())
 
     @property
     def is_full(self) -> bool:
         """Whether every row is known to see every slot, without looking into a tensor."""
+        first, last, left, right = self._bounds()
         return (
             self.is_numbers
-            and self.first <= 0
-            and (self.last is None or self.last >= self.slots)
-            and (self.left is None or self.left + self.rows - 1 <= 0)
-            and (self.right is None or self.right >= self.slots)
+            and first <= 0
+            and (last is None or last >= self.slots)
+            and (left is None or left + self.rows - 1 <= 0)
+            and (right is None or right >= self.slots)
         )
 
     @property
@@ -64,37 +69,59 @@ class Spans:
 
     def reach(self) -> tuple[int, int]:
         """First slot that any row may see, and the one after the last. Numbers only; (0, 0) when there is none."""
-        start = max(0, self.first, 0 if self.left is None else self.left)
-        stop = self.slots if self.last is None else min(self.slots, self.last)
-        if self.right is not None:
-            stop = min(stop, self.rows - 1 + self.right)
-        never = self.left is not None and self.right is not None and self.right <= self.left
+        first, last, left, right = self._bounds()
+        start = max(0, first, 0 if left is None else left)
+        stop = self.slots if last is None else min(self.slots, last)
+        if right is not None:
+            stop = min(stop, self.rows - 1 + right)
+        never = left is not None and right is not None and right <= left
         return (0, 0) if never or stop <= start or self.rows == 0 else (start, stop)
 
     def tensor(self, device: torch.device | str = "cpu") -> Int32[Tensor, "#B #H T R 2"]:
         """The runs as a tensor, clamped to the slots; an empty run has start == stop."""
         if self.runs is not None:
             return self.runs.to(device)
-        row = torch.arange(self.rows, dtype=torch.int32, device=device)
-        start = torch.full_like(row, self.first) if self.left is None else (row + self.left).clamp(min=self.first)
-        last = self.slots if self.last is None else self.last
-        stop = torch.full_like(row, last) if self.right is None else (row + self.right).clamp(max=last)
-        return make_runs(start[None, None, :, None], stop[None, None, :, None], self.slots)
+        first, last, left, right = (_column(v, device) for v in self._bounds())
+        row = torch.arange(self.rows, dtype=torch.int32, device=device)[None, None, :, None]
+        start = row * 0 + first if left is None else (row + left).clamp(min=first)
+        last = self.slots if last is None else last
+        stop = row * 0 + last if right is None else (row + right).clamp(max=last)
+        return make_runs(start, stop, self.slots)
+
+    def rolled(self, ring: Number) -> "Spans":
+        """The same slots where they lie in a ring: slot s at (s + ring) modulo the number of slots."""
+        if (isinstance(ring, int) and ring == 0) or self.is_full:
+            return self
+        runs = self.tensor(ring.device if isinstance(ring, Tensor) else self.device)
+        moved = runs + (ring[:, None, None, None, None] if isinstance(ring, Tensor) else ring)
+        # what is pushed out at the end comes in at the beginning; one run at most does both
+        moved = torch.cat([moved, moved - self.slots], -2)
+        runs = make_runs(moved[..., 0], moved[..., 1], self.slots)[..., : runs.shape[-2] + 1, :]
+        return Spans(self.rows, self.slots, runs=runs)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are; the CPU when there are none."""
+        tensors = (self.runs, *self._bounds())
+        return next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
+
+    def _bounds(self) -> tuple[Any, ...]:
+        return self.first, self.last, self.left, self.right
 
     def work(self) -> Int[Tensor, "#B #H"]:
         """Number of (query, key) pairs that may attend: the useful work of the call."""
-        runs = self.tensor("cpu" if self.runs is None else self.runs.device).long()
+        runs = self.tensor(self.device).long()
         return (runs[..., 1] - runs[..., 0]).sum((-1, -2))
 
     def __and__(self, other: "Spans") -> "Spans":
-        if self.is_numbers and other.is_numbers:
+        if self.runs is None and other.runs is None:
             return Spans(
                 self.rows,
                 self.slots,
-                first=max(self.first, other.first),
-                last=_tighter(min, self.last, other.last),
-                left=_tighter(max, self.left, other.left),
-                right=_tighter(min, self.right, other.right),
+                first=_higher(self.first, other.first),
+                last=_lower(self.last, other.last),
+                left=_higher(self.left, other.left),
+                right=_lower(self.right, other.right),
             )
         a, b = _together(self, other)
         # every pair of runs meets in one run, possibly empty; at most R1 + R2 - 1 of the meetings are not
@@ -104,7 +131,7 @@ class Spans:
         return Spans(self.rows, self.slots, runs=runs[..., : a.shape[-2] + b.shape[-2] - 1, :])
 
     def __invert__(self) -> "Spans":
-        runs = self.tensor("cpu" if self.runs is None else self.runs.device)
+        runs = self.tensor(self.device)
         # empty runs sit at the end as (S, S), so the gaps between neighbours are the complement
         edge = torch.zeros_like(runs[..., :1, 0])
         start = torch.cat([edge, runs[..., 1]], -1)
@@ -137,7 +164,7 @@ def make_runs(
 
 def stack_heads(spans: list[Spans]) -> Spans:
     """Spans of several heads as one, each run list padded with empty runs to the longest."""
-    device = next((s.runs.device for s in spans if s.runs is not None), torch.device("cpu"))
+    device = next((s.device for s in spans if not s.is_numbers), torch.device("cpu"))
     tensors = [s.tensor(device) for s in spans]
     batch, longest = max(t.shape[0] for t in tensors), max(t.shape[-2] for t in tensors)
     rows, slots = spans[0].rows, spans[0].slots
@@ -148,17 +175,38 @@ def stack_heads(spans: list[Spans]) -> Spans:
 
 
 def _width(spans: Spans, row: int) -> int:
-    start = max(0, spans.first, 0 if spans.left is None else row + spans.left)
-    stop = spans.slots if spans.last is None else min(spans.slots, spans.last)
-    return (stop if spans.right is None else min(stop, row + spans.right)) - start
+    first, last, left, right = spans._bounds()
+    start = max(0, first, 0 if left is None else row + left)
+    stop = spans.slots if last is None else min(spans.slots, last)
+    return (stop if right is None else min(stop, row + right)) - start
 
 
-def _tighter(pick: Callable[[int, int], int], a: int | None, b: int | None) -> int | None:
-    return b if a is None else a if b is None else pick(a, b)
+def _higher(a: Any, b: Any) -> Any:
+    """The tighter of two lower bounds, None for no bound."""
+    if a is None or b is None:
+        return b if a is None else a
+    return torch.maximum(*_like(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+
+
+def _lower(a: Any, b: Any) -> Any:
+    """The tighter of two upper bounds, None for no bound."""
+    if a is None or b is None:
+        return b if a is None else a
+    return torch.minimum(*_like(a, b)) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def _like(a: Any, b: Any) -> tuple[Tensor, Tensor]:
+    device = a.device if isinstance(a, Tensor) else b.device
+    a, b = (torch.as_tensor(v, dtype=torch.int64, device=device) for v in (a, b))
+    return a, b
+
+
+def _column(value: Any, device: torch.device | str) -> Any:
+    return value.to(device, torch.int32)[:, None, None, None] if isinstance(value, Tensor) else value
 
 
 def _together(a: Spans, b: Spans) -> tuple[Tensor, Tensor]:
-    device = a.runs.device if a.runs is not None else b.runs.device if b.runs is not None else "cpu"
+    device = b.device if a.is_numbers else a.device
     a_runs, b_runs = a.tensor(device), b.tensor(device)
     lead = torch.broadcast_shapes(a_runs.shape[:3], b_runs.shape[:3])
     return a_runs.expand(*lead, *a_runs.shape[3:]), b_runs.expand(*lead, *b_runs.shape[3:])

@@ -74,8 +74,15 @@ class Inputs:
         return [low.values for low in lowered if low is not None and low.kind == "tile"]
 
     def spans(self) -> Spans | None:
-        """The mask as key runs per query row, or None where runs cannot say it."""
-        return self.mask.spans(self.queries, self.keys)
+        """The mask as runs of key places per query row, or None where runs cannot say it."""
+        if self.queries.indices is not None or self.keys.indices is not None:
+            return None
+        spans = self.mask.spans(self.queries, self.keys)
+        if spans is None:
+            return None
+        if self.keys.filled is not None:
+            spans = spans & Spans(spans.rows, spans.slots, last=self.keys.filled)
+        return spans.rolled(self.keys.ring)
 
     def allowed(self, rows: Rows = slice(None)) -> Bool[Tensor, "#B #H R S"]:
         """The mask of chosen query rows; keys that a bias of -inf hides are hidden."""
@@ -92,8 +99,16 @@ class Inputs:
         )
         for tile in self.tiles():
             part = tile[..., rows, :] if tile.shape[-2] > 1 else tile
-            seen = seen & (part != -torch.inf)
+            seen = seen & (self._in_place(part) != -torch.inf)
         return seen
+
+    def _in_place(self, tile: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """A tile whose columns follow the order of tokens, with its columns where the keys lie."""
+        if tile.shape[-1] == 1 or (isinstance(self.keys.ring, int) and self.keys.ring == 0):
+            return tile
+        column = self.keys.column(tile.device)[:, None, None, :]
+        tile = tile.expand(1, 1, *tile.shape) if tile.dim() == 2 else tile
+        return torch.take_along_dim(tile, column, -1)
 
     def modify(
         self,
@@ -129,7 +144,7 @@ class Inputs:
         """Places of chosen queries and of all keys: "index", "positions" or "slots" (rows and columns of the call)."""
         device = self.query.device
         if kind == "slots":
-            q, k = Positions(self.queries.count).index(device), Positions(self.keys.count).index(device)
+            q, k = self.queries.column(device), self.keys.column(device)
         elif kind == "positions":
             q, k = self.queries.position(device), self.keys.position(device)
         else:
