@@ -456,7 +456,7 @@ ROTARY = (
     RotaryCase("dynamic, fixed", {"schedule": DynamicNTKSchedule(3.0, 16, length=29)}, lambda n: _dynamic(29)),
     RotaryCase(
         "yarn",
-        {"schedule": YaRNSchedule(4.0, 16, beta_fast=2), "base": 50.0},
+        {"schedule": YaRNSchedule(4.0, 16, beta_fast=2.0), "base": 50.0},
         lambda n: _yarn(7, 50.0, 4.0, 16, 2, 1, True),
         scaling=0.1 * math.log(4.0) + 1,
     ),

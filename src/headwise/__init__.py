@@ -38,6 +38,8 @@ from headwise.masks import Prefix as Prefix
 from headwise.masks import Window as Window
 from headwise.notation import draw as draw
 from headwise.notation import parse as parse
+from headwise.packing import Packed as Packed
+from headwise.packing import pack as pack
 from headwise.positions import Positions as Positions
 from headwise.rotary import RotaryEmbedding as RotaryEmbedding
 from headwise.rotary import rotate as rotate

@@ -402,16 +402,19 @@ class Document(Mask):
             object.__setattr__(self, name, ids if ids.dim() == 2 else ids[None])
 
     @classmethod
-    def from_lengths(cls, lengths: list[int], device: torch.device | str | None = None) -> "Document":
-        """Documents of the given lengths, one after the other in each row."""
-        if not isinstance(lengths, (list, tuple)):
-            raise ShapeError(f"The lengths of documents are {type(lengths).__name__}; give a list of whole numbers.")
-        if any(integer(n, "The length of a document") < 0 for n in lengths):
-            raise ShapeError(f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more.")
-        counts = torch.tensor(lengths, dtype=torch.int64, device=device)
-        ids = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
-        stop = counts.cumsum(0)
-        return cls(ids, runs=torch.stack([stop - counts, stop], -1)[ids])
+    def from_lengths(
+        cls, lengths: list[int], key_lengths: list[int] | None = None, *, device: torch.device | str | None = None
+    ) -> "Document":
+        """Documents of the given lengths, one after the other in each row; keys have the same unless given."""
+        ids, bounds = _contiguous(lengths, device)
+        if key_lengths is None:
+            return cls(ids, runs=bounds[ids])
+        key_ids, bounds = _contiguous(key_lengths, device)
+        if len(key_lengths) != len(lengths):
+            raise ShapeError(
+                f"{len(lengths)} documents of queries and {len(key_lengths)} of keys differ; give as many."
+            )
+        return cls(ids, key_ids, runs=bounds[ids])
 
     def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
         key_ids = self.query_ids if self.key_ids is None else self.key_ids
@@ -436,7 +439,7 @@ class Document(Mask):
         return self.query_ids[query_row, row] == key_ids[key_row, slot]
 
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        if self.runs is None or self.key_ids is not None:
+        if self.runs is None:
             return None
         start, stop = self.runs[None, None, :, None, 0], self.runs[None, None, :, None, 1]
         return Spans(queries.count, keys.count, runs=make_runs(start, stop, keys.count))
@@ -823,6 +826,18 @@ def _same_size(has: int, needs: int, unit: str, what: str) -> None:
 
 def _at(value: Any, b: Tensor) -> Any:
     return value.to(torch.int64)[b] if isinstance(value, Tensor) else value
+
+
+def _contiguous(lengths: Any, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    """The document of each token, and where each document starts and stops."""
+    if not isinstance(lengths, (list, tuple)):
+        raise ShapeError(f"The lengths of documents are {type(lengths).__name__}; give a list of whole numbers.")
+    if any(integer(n, "The length of a document") < 0 for n in lengths):
+        raise ShapeError(f"A document of {min(lengths)} tokens does not exist; give lengths of 0 or more.")
+    counts = torch.tensor(lengths, dtype=torch.int64, device=device)
+    stop = counts.cumsum(0)
+    ids = torch.repeat_interleave(torch.arange(len(lengths), device=device), counts)
+    return ids, torch.stack([stop - counts, stop], -1)
 
 
 def _column_of(positions: Positions | None, b: Indices, index: Indices) -> Tensor:
