@@ -46,7 +46,7 @@ LEAST = 3
 PATIENCE_S = 4.0  # a competitor that needs longer for one call is not timed
 LOUD = 0.2  # a run whose self-comparison spreads further than this says nothing, wherever its middle lies
 CROWDED = 0.1  # likewise one during which other processes had more than this share of the processor
-HELD = 2**27  # scores held at once in the values to compare with: 1 GiB in float64, and several of them
+HELD = 2**26  # scores held at once in the values to compare with: 512 MiB in float64, and several of them
 CPU = torch.device("cpu")
 
 Record = dict[str, Any]

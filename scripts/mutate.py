@@ -50,6 +50,7 @@ TESTS = {
     "checks": ["test_bad_calls.py", "test_layer.py"],
     "commands": ["test_cli.py"],
     "convert.huggingface": ["test_huggingface.py"],
+    "convert.rotary": ["test_convert_rotary.py"],
     "convert.textbook": ["test_textbook.py"],
     "convert.torch": ["test_from_torch.py"],
     "demo": ["test_demo.py", "test_look.py"],
@@ -59,7 +60,8 @@ TESTS = {
     "notation": ["test_notation.py"],
     "philox": ["test_dropout.py"],
     "positions": ["test_functional.py", "test_bad_calls.py"],
-    "rotary": ["test_rotary.py"],
+    "rotary": ["test_rotary.py", "test_bad_calls.py"],
+    "schedules": ["test_rotary.py", "test_bad_calls.py"],
     "show": ["test_show.py"],
     "spans": ["test_spans.py"],
 }

@@ -84,17 +84,10 @@ class Stories(nn.Module):
 
     def forward(self, tokens: Tensor, caches: list[KVCache] | None = None, **how) -> Tensor:
         """Scores of the next token after each of ``tokens`` (batch, tokens)."""
-        return self.scores(self.hidden(self.embedding(tokens), caches, **how))
-
-    def hidden(self, x: Tensor, caches: list[KVCache] | None = None, **how) -> Tensor:
-        """The stream after the last block."""
+        x = self.embedding(tokens)
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x = block(x, cache, **how)
-        return x
-
-    def scores(self, x: Tensor) -> Tensor:
-        """The stream against every word; the embedding is used twice."""
-        return F.linear(self.norm(x), self.embedding.weight)
+        return F.linear(self.norm(x), self.embedding.weight)  # which is used twice
 
 
 def words() -> list[bytes]:

@@ -8,11 +8,11 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 # lowest first; within a layer only the pairs named may import
 LAYERS = (
-    {"errors", "positions", "philox"},
-    {"masks", "spans", "score_mods", "rotary", "caches"},
-    {"checks", "backends.base", "backends.reference", "backends.sdpa", "backends"},
-    {"functional"},
-    {"attention", "notation"},
+    {"errors", "positions", "philox", "projections"},
+    {"masks", "spans", "score_mods", "rotary", "schedules", "caches"},
+    {"checks", "backends.base", "backends.reference", "backends.sdpa", "backends", "notation"},
+    {"functional", "config"},
+    {"attention"},
     {"show", "convert", "inspection", "explain", "lint", "steps"},
     {"look", "demo", "commands", "cli", "__main__"},
 )
@@ -20,6 +20,7 @@ WITHIN = {
     ("positions", "errors"),
     ("masks", "spans"),
     ("score_mods", "masks"),
+    ("rotary", "schedules"),
     ("backends.reference", "backends.base"),
     ("backends.sdpa", "backends.base"),
     ("backends", "backends.base"),

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.plain
 CORE = Path(headwise.__file__).parent
 MODULES = (
     "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches", "checks",
-    "errors", "functional", "masks", "notation", "philox", "positions", "rotary", "score_mods", "spans",
+    "config", "errors", "functional", "masks", "notation", "philox", "positions", "rotary", "schedules", "score_mods",
+    "spans",
 )  # fmt: skip
 
 # Texts that the table cannot reach, each with what raises it.

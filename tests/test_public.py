@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import headwise
-from headwise import Backend, KVCache, Mask, ScoreMod
+from headwise import Backend, KVCache, Mask, Schedule, ScoreMod
 
 ROOT = Path(__file__).parents[1]
 INIT = ROOT / "src" / "headwise" / "__init__.py"
 # what a public function returns, tested with it
 RESULTS = {"Explanation"}
-ABSTRACT = {"Mask", "ScoreMod", "KVCache", "Backend"}
+ABSTRACT = {"Mask", "ScoreMod", "KVCache", "Backend", "Schedule"}
 TESTED_BY_NAME = {
     "attention": "test_functional.py",
     "attention_with_lse": "test_functional.py",
@@ -25,6 +25,7 @@ TESTED_BY_NAME = {
     "MultiHeadAttention": "test_layer.py",
     "Positions": "test_functional.py",
     "RotaryEmbedding": "test_rotary.py",
+    "rotate": "test_rotary.py",
     "Spans": "test_spans.py",
     "draw": "test_notation.py",
     "parse": "test_notation.py",
@@ -74,9 +75,14 @@ def mods_covered() -> set[type]:
     return {type(mod) for case in cases.SCORE_MODS for mod in case.make(call, torch.float32)}
 
 
-def test_every_mask_and_score_modification_has_a_case():
+def schedules_covered() -> set[type]:
+    return {type(case.make().schedule) for case in cases.ROTARY}
+
+
+def test_every_mask_score_modification_and_schedule_has_a_case():
     assert not forgotten(Mask, masks_covered(), public())
     assert not forgotten(ScoreMod, mods_covered(), public())
+    assert not forgotten(Schedule, schedules_covered(), public())
 
 
 def test_a_forgotten_one_is_found():
@@ -90,9 +96,10 @@ def test_a_forgotten_one_is_found():
     assert forgotten(Mask, masks_covered(), {**public(), "Diagonal": Diagonal}) == {"Diagonal"}
     assert forgotten(ScoreMod, mods_covered(), {**public(), "Double": Double}) == {"Double"}
     assert forgotten(Mask, masks_covered() - {headwise.Chunk}, public()) == {"Chunk"}
+    assert forgotten(Schedule, schedules_covered() - {headwise.YaRNSchedule}, public()) == {"YaRNSchedule"}
 
 
-@pytest.mark.parametrize("kind", (Mask, ScoreMod, Backend, KVCache))
+@pytest.mark.parametrize("kind", (Mask, ScoreMod, Backend, KVCache, Schedule))
 def test_every_part_of_the_package_is_public(kind):
     ours = {cls for cls in descendants(kind) if cls.__module__.startswith("headwise.") and cls.__name__[0] != "_"}
     if kind is Backend:
@@ -107,7 +114,7 @@ def descendants(kind: type) -> set[type]:
 
 
 def test_every_public_name_has_its_test():
-    classes = masks_covered() | mods_covered() | {Mask, ScoreMod}
+    classes = masks_covered() | mods_covered() | schedules_covered() | {Mask, ScoreMod, Schedule}
     names = {name for name, value in public().items() if value not in (c for c in classes if c is value)}
     assert names - RESULTS == set(TESTED_BY_NAME), "a public name is tested by cases.py, or has its file named here"
     for name, file in TESTED_BY_NAME.items():

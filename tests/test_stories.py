@@ -10,7 +10,7 @@ import torch
 from helpers import assert_as_good_as
 from stories import BOS, Stories
 
-from headwise import Causal, DynamicCache, Padding, Positions, RollingCache, StaticCache, Window, pack
+from headwise import Causal, Document, DynamicCache, Padding, Positions, RollingCache, StaticCache, Window, pack
 
 # without the annotation hook, with which it takes four times as long
 pytestmark = pytest.mark.plain
@@ -116,28 +116,50 @@ def test_with_a_cache_of_the_size_of_a_window(chunks, model, tokens):
     assert through(near, caches, prompt, chunks, 80) == want
 
 
+def packed_scores(model, rows):
+    """The scores for each sequence, from one pass over all of them in one row."""
+    packed = pack([torch.tensor(row) for row in rows])
+    return packed.unpack(model(packed.tokens, mask=packed.mask, positions=packed.positions))
+
+
 @torch.no_grad()
 def test_packed_with_other_prompts(model, tokens, other):
     """All of the text at once, between two other sequences."""
     prompt, continued = other
     rows = [prompt, tokens[:-1], [*prompt, *continued]]
-    packed = pack([model.embedding(torch.tensor(row)) for row in rows])
-    hidden = model.hidden(packed.tokens, mask=packed.mask, positions=packed.positions)
-    likeliest = [model.scores(part).argmax(-1).tolist() for part in packed.unpack(hidden)]
+    likeliest = [scores.argmax(-1).tolist() for scores in packed_scores(model, rows)]
     assert stories.text(likeliest[1]) == stories.published()
     assert likeliest[0][-1] == continued[0]
     assert likeliest[2][len(prompt) - 1 : -1] == continued
 
 
 @torch.no_grad()
-def test_packed_and_computed_anew_at_each_step(model, tokens, other):
+def test_packed_and_computed_anew_at_each_step(model, other):
     prompt, continued = other
-    rows = [list(prompt), [BOS]]
+    rows = [prompt, [BOS]]
     for _ in range(COUNT):
-        packed = pack([model.embedding(torch.tensor(row)) for row in rows])
-        hidden = model.hidden(packed.tokens, mask=packed.mask, positions=packed.positions)
-        for row, part in zip(rows, packed.unpack(hidden), strict=True):
-            row.append(model.scores(part[-1:]).argmax().item())
+        beside, scores = packed_scores(model, rows)
+        assert beside[-1].argmax() == continued[0]
+        rows[1].append(scores[-1].argmax().item())
+    assert stories.text(rows[1][1:]) == stories.published()
+
+
+@torch.no_grad()
+def test_packed_through_a_cache(model, other):
+    """Prompts in one row, and then a token of each in every step."""
+    prompt, continued = other
+    rows, caches = [list(prompt), [BOS]], [DynamicCache() for _ in model.blocks]
+    packed = pack([torch.tensor(row) for row in rows])
+    scores = packed.unpack(model(packed.tokens, caches, mask=packed.mask, positions=packed.positions))
+    stored, both = [0] * len(rows[0]) + [1] * len(rows[1]), torch.arange(2)
+    following = torch.stack([part[-1].argmax() for part in scores])
+    for _ in range(COUNT):
+        for row, token in zip(rows, following.tolist(), strict=True):
+            row.append(token)
+        stored += [0, 1]
+        places = torch.tensor([[len(row) - 1 for row in rows]])
+        mask = Document(both, torch.tensor(stored))
+        following = model(following[None], caches, mask=mask, positions=places)[0].argmax(-1)
     assert stories.text(rows[1][1:]) == stories.published()
     assert rows[0] == [*prompt, *continued]
 

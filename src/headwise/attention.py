@@ -6,7 +6,7 @@
 Its forward is that equation, one seam per step: project → norm → rotate → cache → attend → merge → project.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,10 +28,12 @@ from headwise.checks import (
     complete,
     place,
 )
+from headwise.config import arguments, describe
 from headwise.errors import ShapeError
 from headwise.functional import Observer, observed, prepare, run
 from headwise.masks import Full, Mask
 from headwise.positions import Positions
+from headwise.projections import take_apart
 from headwise.rotary import RotaryEmbedding
 from headwise.score_mods import ScoreMod
 
@@ -233,7 +235,11 @@ class MultiHeadAttention(nn.Module):
         if norm is not None and not self.rotate_first:
             x = norm(x)
         if self.rotary is not None:
-            x = self.rotary(x, at.position(x.device)) if length is None else self.rotary(x, at.position(x.device), length)
+            x = (
+                self.rotary(x, at.position(x.device))
+                if length is None
+                else self.rotary(x, at.position(x.device), length)
+            )
         return norm(x) if norm is not None and self.rotate_first else x
 
     def _length(self, queries: Positions, keys: Positions, device: torch.device) -> Int[Tensor, ""] | None:
@@ -264,6 +270,71 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         out, found = run(x, self.backend)
         return out if self.observer is None else observed(self.observer, x, out, found)
+
+    def config(self) -> dict[str, Any]:
+        """What builds such a layer, as a dict of plain values that JSON can hold.
+
+        Returns:
+            The arguments of the constructor that are not their defaults, and the dtype of the weights. A mask is its
+            text, any other part a dict of its own arguments. Numbers that are trained are the state dict's, and a
+            ``Bias`` is zeros until that is loaded. The device, hooks and whether the layer trains are not there.
+
+        Raises:
+            UnsupportedError: When no such values build the layer: it has functions, plain tensors or classes of your
+                own as parts, or was changed after it was built.
+
+        Example:
+            >>> layer = MultiHeadAttention(12, 3, rotary=RotaryEmbedding(4), mask=Causal() & Window(4))
+            >>> layer.config()
+            {'embed_dim': 12, 'num_heads': 3, 'rotary': {'head_dim': 4}, 'mask': 'Causal() & Window(4)',
+             'dtype': 'float32'}
+        """
+        return describe(self)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "MultiHeadAttention":
+        """Build the layer of a configuration, with new weights.
+
+        Args:
+            config: What ``config`` returned, also by way of JSON.
+            device: Where the parameters are made.
+            dtype: Of the parameters, instead of the configuration's; parts that have one of their own keep it.
+
+        Returns:
+            A layer whose state dict has the names and shapes of the one that was described.
+
+        Raises:
+            ShapeError: When the configuration has names or values that mean nothing, or lacks some.
+
+        Example:
+            >>> layer = MultiHeadAttention(12, 3, num_kv_heads=1, score_mods=[Softcap(30.0)])
+            >>> twin = MultiHeadAttention.from_config(layer.config())
+            >>> twin.load_state_dict(layer.state_dict())
+            <All keys matched successfully>
+        """
+        return cls(**arguments(cls, config, device, dtype))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # load_state_dict has copied the dict, and loads the projections from it after this
+        error_msgs += take_apart(self, state_dict, prefix, local_metadata.get("assign_to_params_buffers", False))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def extra_repr(self) -> str:
         """The sizes and every setting that differs from its default."""

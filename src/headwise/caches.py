@@ -253,11 +253,12 @@ class _Growing(KVCache):
         token = torch.arange(self.length, device=key.device) - stored[:, None]
         for name, tensor in new.items():
             room = self._room(self.stored.get(name), tensor, old, self.length)
-            mixed = _mixed(room[..., : self.length, :], tensor, token, fresh)
             if torch.is_grad_enabled():
-                room = mixed
+                room = _mixed(room[..., : self.length, :], tensor, token, fresh)
+            elif rows == 1:
+                _put(room, tensor, stored.clamp(max=room.shape[-2] - 1), fresh)
             else:
-                room[..., : self.length, :] = mixed
+                room[..., : self.length, :] = _mixed(room[..., : self.length, :], tensor, token, fresh)
             self.stored[name] = room
         self.lengths = total
         return self._found(self.length, filled=total)
@@ -374,7 +375,8 @@ class RollingCache(KVCache):
     ) -> tuple[Tensor, Tensor, Positions]:
         new = self._new(key, value, positions, lengths)
         size, old, rows = self.keeps or 1, self.length, key.shape[-2]
-        if lengths is not None or self.lengths is not None:
+        # a compiler would make a graph for every place of the ring; as tensors, all places are one graph
+        if lengths is not None or self.lengths is not None or torch.compiler.is_compiling():
             return self._append_per_row(new, *self._per_row(key, lengths))
         kept, self.length = min(old, size), old + rows
         places, ring = min(self.length, size), self._seam(self.length)
@@ -413,7 +415,12 @@ class RollingCache(KVCache):
         everything = {}
         for name, tensor in new.items():
             held = self.stored.get(name, tensor[..., :0, :])
-            ring = F.pad(held, (0, 0, 0, size - held.shape[-2]))
+            whole = held.shape[-2] == size and not _is_frozen(held)
+            ring = held if whole else F.pad(held, (0, 0, 0, size - held.shape[-2])).clone()
+            if rows == 1 and not torch.is_grad_enabled():
+                _put(ring, tensor, stored % size, fresh)
+                self.stored[name] = ring
+                continue
             before = torch.take_along_dim(ring, (past % size)[:, None, :, None], -2)
             everything[name] = _mixed(before, tensor, number - kept[:, None], fresh)
             self.stored[name] = _mixed(ring, tensor, token, fresh)
@@ -545,6 +552,8 @@ def _check_lengths(lengths: Any, batch: int, rows: int) -> None:
 
 def _is_frozen(held: Tensor) -> bool:
     """Whether torch forbids to write into a buffer, because it was made in inference mode and we are outside."""
+    if torch.compiler.is_compiling():  # which cannot ask, and writes by functions of its own
+        return False
     return held.is_inference() and not torch.is_inference_mode_enabled()
 
 
@@ -553,10 +562,16 @@ def _as_heads(position: Tensor, batch: int) -> Int[Tensor, "B A L 1"]:
     return position.transpose(0, 1).expand(batch, -1, -1)[..., None]
 
 
-def _mixed(held: Stored, new: Stored, token: Int[Tensor, "B L"], fresh: Int[Tensor, " B"]) -> Stored:
+def _mixed(held: Stored, new: Tensor, token: Int[Tensor, "B L"], fresh: Int[Tensor, " B"]) -> Stored:
     """What is held, with new token number ``token`` in each place where there is one."""
     if new.shape[-2] == 0:
         return held
     is_new: Bool[Tensor, "B 1 L 1"] = ((token >= 0) & (token < fresh[:, None]))[:, None, :, None]
     picked = torch.take_along_dim(new, token.clamp(0, new.shape[-2] - 1)[:, None, :, None], -2)
     return torch.where(is_new, picked, held)
+
+
+def _put(held: Stored, new: Float[Tensor, "B K 1 D"] | Int[Tensor, "B A 1 1"], place: Tensor, fresh: Tensor) -> None:
+    """Write one new token of each row into its place, in the rows that have one."""
+    at = place[:, None, None, None].expand_as(new)
+    held.scatter_(-2, at, torch.where((fresh > 0)[:, None, None, None], new, held.gather(-2, at)))

@@ -13,7 +13,17 @@ import torch
 from cases import BACKEND_NAMES
 from helpers import assert_as_good_as, leaf, plain_attention, randn
 
-from headwise import KVCache, MultiHeadAttention, Positions, attention
+from headwise import (
+    Causal,
+    DynamicCache,
+    KVCache,
+    MultiHeadAttention,
+    Positions,
+    RollingCache,
+    StaticCache,
+    Window,
+    attention,
+)
 
 ALL = ("auto", *BACKEND_NAMES)
 MODES = ("train", "eval", "no_grad", "inference_mode")
@@ -136,8 +146,13 @@ def counter(mask=None, **how):
     return made
 
 
+CACHES = {"dynamic": DynamicCache, "static": lambda: StaticCache(16), "rolling": lambda: RollingCache(16)}
+PAST = Causal() & Window(16)  # no test has more tokens, and a cache that forgets demands a window
+every_cache = pytest.mark.parametrize("cache", CACHES)
+
+
 class Grows(KVCache):
-    """Keeps what it is given, and returns all of it."""
+    """A cache of one's own: keeps what it is given, and returns all of it."""
 
     def __init__(self):
         self.count, self.key, self.value = 0, None, None
@@ -153,7 +168,7 @@ class Grows(KVCache):
 
 
 class Buffer(KVCache):
-    """A buffer of fixed size, which it returns whole: slots without a token hold NaN."""
+    """Another, a buffer of fixed size, which it returns whole: slots without a token hold NaN."""
 
     def __init__(self, size):
         self.count, self.size, self.key, self.value = 0, size, None, None
@@ -169,3 +184,6 @@ class Buffer(KVCache):
         self.key[:, :, self.count : stop], self.value[:, :, self.count : stop] = key, value
         self.count = stop
         return self.key, self.value, Positions(self.size)
+
+
+ALL_CACHES = CACHES | {"grows": Grows, "buffer": lambda: Buffer(19)}

@@ -6,25 +6,18 @@ import oracle
 import pytest
 import torch
 from helpers import assert_as_good_as, plain_attention, randn
-from reports import assert_probe, check_layer, counter, each_backend, every_backend, layer
+from reports import CACHES, PAST, assert_probe, check_layer, counter, each_backend, every_backend, every_cache, layer
 
 from headwise import (
     CacheError,
-    Causal,
-    DynamicCache,
     FixedCache,
     Padding,
     Positions,
-    RollingCache,
     RotaryEmbedding,
     StaticCache,
-    Window,
     attention,
 )
 
-CACHES = {"dynamic": DynamicCache, "static": lambda: StaticCache(16), "rolling": lambda: RollingCache(16)}
-PAST = Causal() & Window(16)  # no test has more tokens, and a cache that forgets demands a window
-every_cache = pytest.mark.parametrize("cache", CACHES)
 CHUNKS = {"one by one": [1] * 10, "prompt and steps": [4, 1, 1, 1, 1, 1, 1], "chunks": [3, 5, 2]}
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import assert_as_good_as, randn
 from reports import (
-    Buffer,
-    Grows,
+    ALL_CACHES,
+    PAST,
     assert_probe,
     check,
     check_layer,
@@ -69,18 +69,18 @@ CHUNKS = {
 
 @every_backend
 @pytest.mark.parametrize("mask", ["layer", "call", "both"])
-@pytest.mark.parametrize("cache", ["grows", "buffer"])
+@pytest.mark.parametrize("cache", ALL_CACHES)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_cau_3_4_5_any_chunks_through_a_cache_are_one_pass(chunks, cache, mask, backend):
     """The causal mask was made for the first positions, of the wrong size, or over slots that were empty."""
     chunks = CHUNKS[chunks]
     count = sum(chunks)
-    made = counter(Causal() if mask != "call" else None, backend=backend)
-    kept = Grows() if cache == "grows" else Buffer(count + 3)
+    made = counter(PAST if mask != "call" else None, backend=backend)
+    kept = ALL_CACHES[cache]()
     tokens, outs = torch.arange(float(count))[:, None], []
     with torch.no_grad():
         for chunk in tokens.split(chunks):
-            outs.append(made(chunk, mask=Causal() if mask != "layer" else Window(100), cache=kept))
+            outs.append(made(chunk, mask=PAST if mask != "layer" else Window(100), cache=kept))
     assert_probe(torch.cat(outs)[:, 0], torch.arange(count) / 2)
 
 

@@ -4,9 +4,32 @@ import oracle
 import pytest
 import torch
 from helpers import assert_as_good_as, plain_attention, randn
-from reports import Buffer, Grows, assert_probe, check, counter, each_backend, every_backend, probe
+from reports import (
+    ALL_CACHES,
+    CACHES,
+    PAST,
+    assert_probe,
+    check,
+    counter,
+    each_backend,
+    every_backend,
+    every_cache,
+    probe,
+)
 
-from headwise import Causal, Chunk, Dense, Document, Full, Padding, Positions, RotaryEmbedding, Window, attention
+from headwise import (
+    Causal,
+    Chunk,
+    Dense,
+    Document,
+    Full,
+    Padding,
+    Positions,
+    RollingCache,
+    RotaryEmbedding,
+    Window,
+    attention,
+)
 
 # without the annotation hook: wrong masks must meet headwise's own errors
 pytestmark = pytest.mark.plain
@@ -25,12 +48,12 @@ def test_win_1_a_window_counts_its_query(backend):
 
 
 @each_backend
-@pytest.mark.parametrize("cache", ["grows", "buffer"])
+@pytest.mark.parametrize("cache", [*ALL_CACHES, "rolling just so"])
 @pytest.mark.parametrize("chunks", [[4, 1, 1, 1, 1], [8], [1] * 8, [3, 5]], ids=str)
 def test_win_2_single_steps_see_the_same_window(chunks, cache, backend):
     """The window left the new token out in single steps, and not in one pass."""
     made = counter(Causal() & Window(3), backend=backend)
-    kept = Grows() if cache == "grows" else Buffer(11)
+    kept = RollingCache(3) if cache == "rolling just so" else ALL_CACHES[cache]()
     with torch.no_grad():
         outs = [made(chunk, cache=kept) for chunk in torch.arange(8.0)[:, None].split(chunks)]
     assert_probe(torch.cat(outs)[:, 0], SLIDING)
@@ -122,3 +145,27 @@ def test_win_7_chunks_are_counted_from_the_first_real_token(backend):
     real = [t[:, :, 2:] for t in (query, key, value)]
     want, plain = oracle.attend(*real, allowed)[0], plain_attention(*real, allowed)[0]
     assert_as_good_as(padded[:, :, 2:], want, plain, terms=13)
+
+
+@every_backend
+@every_cache
+@pytest.mark.parametrize("steps", [[8], [5, 1, 1, 1], [3, 4, 1]], ids=str)
+@torch.no_grad()
+def test_win_7_chunks_through_a_cache(steps, cache, backend):
+    """The same in a generation: one row with 2 pads in front, one without; and rows of real tokens only."""
+    left = torch.tensor([0, 2])
+    made, kept = counter(PAST, backend=backend), CACHES[cache]()
+    numbers = torch.arange(8.0).expand(2, 8)[..., None]
+    mask = Chunk(4, start=left) & Padding(left=left)
+    got = torch.cat([made(chunk, mask=mask, cache=kept) for chunk in numbers.split(steps, 1)], 1)[..., 0]
+    assert_probe(got[1, 2:] - 2, [0, 0.5, 1, 1.5, 4, 4.5], slots=8)
+    assert_probe(got[0], [0, 0.5, 1, 1.5, 4, 4.5, 5, 5.5])
+
+    kept, outs = CACHES[cache](), []
+    lengths = torch.tensor([8, 6])
+    for start, stop in zip(range(0, 8, 3), (3, 6, 8), strict=True):
+        real = (lengths - start).clamp(0, stop - start)
+        outs.append(made(numbers[:, start:stop], mask=Chunk(4), cache=kept, lengths=real))
+    got = torch.cat(outs, 1)[..., 0]
+    assert_probe(got[0], [0, 0.5, 1, 1.5, 4, 4.5, 5, 5.5])
+    assert_probe(got[1, :6], [0, 0.5, 1, 1.5, 4, 4.5], slots=8)

@@ -3,12 +3,9 @@
 import pytest
 import torch
 from helpers import randn
-from reports import assert_probe, check_layer, counter, every_backend, layer
+from reports import CACHES, PAST, assert_probe, check_layer, counter, every_backend, every_cache, layer
 
-from headwise import Causal, DynamicCache, FixedCache, Padding, RollingCache, StaticCache, Window
-
-CACHES = {"dynamic": DynamicCache, "static": lambda: StaticCache(16), "rolling": lambda: RollingCache(16)}
-PAST = Causal() & Window(16)  # no test has more tokens, and a cache that forgets demands a window
+from headwise import FixedCache, Padding, RollingCache, Window
 
 
 def counting(projection):
@@ -63,7 +60,7 @@ def test_xbm_3_rows_of_both_caches_follow_the_beams():
     check_layer(made, made(x[:3], cache=cache), x[:3], memory[[2, 2, 3]])
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@every_cache
 @torch.no_grad()
 def test_xbm_3_the_decoder_goes_on_as_its_beam_began(cache):
     """Each beam has seen other tokens, so here the order does matter."""

@@ -83,7 +83,7 @@ def from_config(
     sections, spectrum = _axes(kind, model, parameters, rotary_dim // 2)
     return RotaryEmbedding(
         head_dim,
-        base=_first(parameters.get("rope_theta"), get("rope_theta"), get("rotary_emb_base"), 10_000.0),
+        base=float(_first(parameters.get("rope_theta"), get("rope_theta"), get("rotary_emb_base"), 10_000)),
         interleaved=interleaved,
         rotary_dim=rotary_dim,
         schedule=_schedule(kind, parameters, get, share, length),
@@ -161,7 +161,8 @@ def _schedule(
 ) -> Schedule | None:
     trained = "original_max_position_embeddings"
     longest = get("max_position_embeddings")
-    numbers = {**parameters, "max_position_embeddings": longest}
+    numbers = {name: float(value) if type(value) is int else value for name, value in parameters.items()}
+    numbers["max_position_embeddings"] = longest
     numbers[trained] = _first(get(trained), parameters.get(trained), longest)
     if kind in ("yarn", "longrope") and numbers.get("factor") is None and longest:
         numbers["factor"] = longest / numbers[trained]
@@ -179,11 +180,11 @@ def _schedule(
         case "dynamic":
             return DynamicNTKSchedule(need("factor"), need("max_position_embeddings"), length)
         case "proportional":
-            return ProportionalSchedule(share, _first(numbers.get("factor"), 1.0))
+            return ProportionalSchedule(float(share), _first(numbers.get("factor"), 1.0))
         case "llama3":
             return Llama3Schedule(need("factor"), need(trained), need("low_freq_factor"), need("high_freq_factor"))
         case "longrope":
-            lists = need("short_factor"), need("long_factor")
+            lists = tuple(map(float, need("short_factor"))), tuple(map(float, need("long_factor")))
             return LongRoPESchedule(need("factor"), need(trained), *lists, numbers.get("attention_factor"), length)
         case "yarn":
             return YaRNSchedule(
