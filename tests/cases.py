@@ -23,6 +23,7 @@ from headwise import (
     CustomScore,
     Dense,
     Document,
+    DynamicCache,
     DynamicNTKSchedule,
     Full,
     LinearSchedule,
@@ -36,9 +37,12 @@ from headwise import (
     Positions,
     Prefix,
     ProportionalSchedule,
+    RelativeBias,
+    RollingCache,
     RotaryEmbedding,
     ScoreMod,
     Softcap,
+    StaticCache,
     Window,
     YaRNSchedule,
 )
@@ -357,6 +361,30 @@ def _own_slopes(call: Call) -> Tensor:
     return randn(call.heads, seed=12).abs()
 
 
+def _t5(call: Call, dtype: torch.dtype, both_sides: bool) -> RelativeBias:
+    mod = RelativeBias(call.heads, num_buckets=8, max_distance=7, bidirectional=both_sides, dtype=dtype)
+    torch.nn.init.zeros_(mod.table).data += _bias(*mod.table.shape, seed=13).to(dtype)
+    return mod
+
+
+def _t5_bucket(distance: int, both_sides: bool) -> int:
+    """Buckets as the paper's code makes them: 8 of them, the last from distance 7 on."""
+    count, first = (4, 4 * (distance > 0)) if both_sides else (8, 0)
+    away = abs(distance) if both_sides else max(0, -distance)
+    if away < count // 2:
+        return first + away
+    grown = math.log(away / (count // 2)) / math.log(7 / (count // 2)) * (count - count // 2)
+    return first + min(count - 1, count // 2 + int(grown))
+
+
+def _t5_bias(call: Call, table: Tensor, both_sides: bool) -> Tensor:
+    steps = [
+        [k - q for k in range(call.keys.start, call.keys.stop)] for q in range(call.queries.start, call.queries.stop)
+    ]
+    buckets = torch.tensor([[_t5_bucket(d, both_sides) for d in row] for row in steps], dtype=torch.int64)
+    return table[buckets.reshape(call.rows, call.slots)].permute(2, 0, 1)
+
+
 SCORE_MODS = (
     ScoreCase("none", lambda c, d: [], lambda c, s, p: s),
     ScoreCase("softcap", lambda c, d: [Softcap(1.5)], lambda c, s, p: _cap(s, 1.5)),
@@ -366,6 +394,8 @@ SCORE_MODS = (
         lambda c, d: [ALiBi(c.heads, _own_slopes(c))],
         lambda c, s, p: _alibi(c, s, _own_slopes(c).tolist()),
     ),
+    ScoreCase("t5", lambda c, d: [_t5(c, d, True)], lambda c, s, p: s + _t5_bias(c, p[0], True)),
+    ScoreCase("t5, one side", lambda c, d: [_t5(c, d, False)], lambda c, s, p: s + _t5_bias(c, p[0], False)),
     ScoreCase("bias", lambda c, d: [Bias(_bias_2d(c).to(d))], lambda c, s, p: s + _bias_2d(c).to(s.dtype)),
     ScoreCase("bias, trained", lambda c, d: [_trained(_bias_4d(c), d)], lambda c, s, p: s + p[0]),
     ScoreCase(
@@ -515,3 +545,19 @@ ROTARY = (
         axes=(0, 0, 0, 1, 1, 1, 1),
     ),
 )
+
+# a cache that is new for every use; the tests of test_caches.py give it 11 tokens and a window of 5
+CACHES = {
+    "dynamic": DynamicCache,
+    "static": lambda: StaticCache(12),
+    "rolling": lambda: RollingCache(5),
+    "rolling, larger": lambda: RollingCache(8),
+}
+# how the 11 tokens are cut into calls
+CUTS = {
+    "at once": (11,),
+    "one by one": (1,) * 11,
+    "prompt, steps": (6, 1, 1, 1, 1, 1),
+    "pieces": (3, 1, 5, 2),
+    "with nothing": (0, 4, 0, 7),
+}

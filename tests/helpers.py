@@ -1,6 +1,8 @@
 """The tolerance rule of the whole test suite, and the inputs that tests share."""
 
+import itertools
 import math
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -141,3 +143,29 @@ def names() -> dict:
 
     public = {name: getattr(headwise, name) for name in vars(headwise) if not name.startswith("_")}
     return {"torch": torch, "headwise": headwise, **public}
+
+
+def pairwise(axes: dict[str, tuple], fits=lambda row: True, chosen=()) -> list[dict]:
+    """Choose combinations that fit, so that every two values of two axes meet that can.
+
+    Those in ``chosen`` are counted as made already.
+    """
+    pairs = list(itertools.combinations(axes, 2))
+    place = {name: {value: n for n, value in enumerate(values)} for name, values in axes.items()}
+    left = {(i, a, j, b) for i, j in pairs for a in place[i].values() for b in place[j].values()}
+
+    def meets(row):
+        return {(i, place[i][row[i]], j, place[j][row[j]]) for i, j in pairs}
+
+    for row in chosen:
+        left -= meets(row)
+    rows, draw = [], random.Random(0)
+    while left:
+        i, a, j, b = min(left)
+        tries = [{name: draw.choice(values) for name, values in axes.items()} for _ in range(300)]
+        tries = [row for row in ({**row, i: axes[i][a], j: axes[j][b]} for row in tries) if fits(row)]
+        left.discard((i, a, j, b))
+        if tries:
+            rows.append(max(tries[:30], key=lambda row: len(left & meets(row))))
+            left -= meets(rows[-1])
+    return rows

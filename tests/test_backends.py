@@ -5,7 +5,6 @@ The parts come from cases.py. Here every two of them meet; the full product is m
 
 import functools
 import itertools
-import random
 
 import oracle
 import pytest
@@ -22,7 +21,7 @@ from cases import (
     MaskCase,
     ScoreCase,
 )
-from helpers import assert_as_good_as, leaf, plain_attention, randn
+from helpers import assert_as_good_as, leaf, pairwise, plain_attention, randn
 
 from headwise import BACKENDS, Backend, Full, Softcap, UnsupportedError, attention, attention_with_lse
 from headwise.backends.reference import Reference
@@ -45,32 +44,6 @@ REASONS = {
     },
     "reference": set(),
 }
-
-
-def pairwise(axes: dict[str, tuple], fits=lambda row: True, chosen=()) -> list[dict]:
-    """Choose combinations that fit, so that every two values of two axes meet that can.
-
-    Those in ``chosen`` are counted as made already.
-    """
-    pairs = list(itertools.combinations(axes, 2))
-    place = {name: {value: n for n, value in enumerate(values)} for name, values in axes.items()}
-    left = {(i, a, j, b) for i, j in pairs for a in place[i].values() for b in place[j].values()}
-
-    def meets(row):
-        return {(i, place[i][row[i]], j, place[j][row[j]]) for i, j in pairs}
-
-    for row in chosen:
-        left -= meets(row)
-    rows, draw = [], random.Random(0)
-    while left:
-        i, a, j, b = min(left)
-        tries = [{name: draw.choice(values) for name, values in axes.items()} for _ in range(300)]
-        tries = [row for row in ({**row, i: axes[i][a], j: axes[j][b]} for row in tries) if fits(row)]
-        left.discard((i, a, j, b))
-        if tries:
-            rows.append(max(tries[:30], key=lambda row: len(left & meets(row))))
-            left -= meets(rows[-1])
-    return rows
 
 
 def test_the_chooser_meets_every_pair():

@@ -22,6 +22,7 @@ from headwise import (
     Bias,
     Causal,
     Chunk,
+    ConversionError,
     CustomMask,
     CustomScore,
     Dense,
@@ -53,6 +54,7 @@ from headwise import (
     parse,
     rotate,
 )
+from headwise.convert import fused
 
 pytestmark = pytest.mark.plain
 
@@ -93,6 +95,26 @@ def partials(*changes):
     """A right call of ``merge_partials`` but for the changes, in its order."""
     right = [torch.ones(B, H, T, V), torch.ones(B, H, T)] * 2
     return merge_partials(*(r if c is None else c for r, c in zip(right, changes, strict=True)))
+
+
+def built(**changes):
+    """A layer from a right configuration but for the changes; None takes a name out."""
+    config = {"embed_dim": 12, "num_heads": 3, **changes}
+    return MultiHeadAttention.from_config({name: value for name, value in config.items() if value is not None})
+
+
+def changed(**parts):
+    """The configuration of a layer with parts put in after it was built."""
+    made = layer()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made.config()
+
+
+def fuse(layout="qkv_proj", **changes):
+    """A right call of ``fused`` but for entries of the state dict, with __ for a point; None takes one out."""
+    state = layer().state_dict() | {name.replace("__", "."): value for name, value in changes.items()}
+    return fused({name: value for name, value in state.items() if value is not None}, layout)
 
 
 class Silent(Backend):
@@ -1024,6 +1046,95 @@ UNSUPPORTED = (
     ("layer: backend that cannot cap", lambda: layer(score_mods=[Softcap(2.0)], backend="sdpa")(tokens),
         "Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: reference."),
 )
+SAVED = (
+    ("configuration as text", lambda: MultiHeadAttention.from_config("{}"), ShapeError,
+        "A configuration is str; give a dict, such as layer.config() returns."),
+    ("nothing to build", lambda: MultiHeadAttention.from_config({}), ShapeError,
+        "A configuration needs embed_dim and num_heads; add what is missing."),
+    ("configuration without a width", lambda: built(embed_dim=None), ShapeError,
+        "A configuration needs embed_dim; add what is missing."),
+    ("configuration that the constructor refuses", lambda: built(embed_dim=13), ShapeError,
+        "embed_dim 13 cannot be split evenly over 3 heads; give head_dim= to choose freely."),
+    ("configuration of whole weights", lambda: built(dtype="int8"), ShapeError,
+        "dtype of a configuration is 'int8'; there are float64, float32, bfloat16, float16."),
+    ("dtype that is no text", lambda: built(dtype=torch.float32), ShapeError,
+        "dtype of a configuration is torch.float32; there are float64, float32, bfloat16, float16."),
+    ("mask that is no text", lambda: built(mask=Causal()), ShapeError,
+        "A mask text is Causal; give a string such as 'Causal() & Window(3)'."),
+    ("configuration of an unknown backend", lambda: built(backend="x"), ShapeError,
+        "There is no backend 'x'; there are auto, sdpa, reference."),
+    ("one modification in a configuration", lambda: built(score_mods={"kind": "Softcap", "cap": 2.0}), ShapeError,
+        "score_mods of a configuration is dict; give a list of dicts."),
+    ("modification by its name alone", lambda: built(score_mods=["Softcap"]), ShapeError,
+        "score_mods[0] of a configuration is str; give a dict of its arguments."),
+    ("modification of an unknown kind", lambda: built(score_mods=[{"kind": "Hardcap"}]), ShapeError,
+        "score_mods[0] of a configuration is of kind 'Hardcap'; there are Softcap, ALiBi, RelativeBias, Bias."),
+    ("modification of no kind", lambda: built(score_mods=[{"cap": 2.0}]), ShapeError,
+        "score_mods[0] of a configuration is of kind None; there are Softcap, ALiBi, RelativeBias, Bias."),
+    ("softcap without its number", lambda: built(score_mods=[{"kind": "Softcap"}]), ShapeError,
+        "Softcap in a configuration needs cap; add what is missing."),
+    ("softcap of another name", lambda: built(score_mods=[{"kind": "Softcap", "softcap": 2.0}]), ShapeError,
+        "Softcap in a configuration has no softcap; it has cap."),
+    ("softcap of a text", lambda: built(score_mods=[{"kind": "Softcap", "cap": "2"}]), ShapeError,
+        "A softcap of '2' bounds nothing; give a number above 0."),
+    ("slopes of text", lambda: built(score_mods=[{"kind": "ALiBi", "num_heads": 3, "slopes": ["x"]}]), ShapeError,
+        re.compile(r"ALiBi cannot be built from this configuration: .+\.")),
+    ("bias of a negative size", lambda: built(score_mods=[{"kind": "Bias", "shape": [-1, 2]}]), ShapeError,
+        re.compile(r"Bias cannot be built from this configuration: .+\.")),
+    ("norm of a text", lambda: built(q_norm={"kind": "LayerNorm", "normalized_shape": "4"}), ShapeError,
+        re.compile(r"LayerNorm cannot be built from this configuration: .+\.")),
+    ("norm of another kind", lambda: built(k_norm={"kind": "BatchNorm1d"}), ShapeError,
+        "k_norm of a configuration is of kind 'BatchNorm1d'; there are RMSNorm, LayerNorm."),
+    ("rotary as a number", lambda: built(rotary=10_000), ShapeError,
+        "rotary of a configuration is int; give a dict of its arguments."),
+    ("rotary without a size", lambda: built(rotary={"base": 500.0}), ShapeError,
+        "RotaryEmbedding in a configuration needs head_dim; add what is missing."),
+    ("schedule by another name", lambda: built(rotary={"head_dim": 4, "schedule": {"kind": "yarn"}}), ShapeError,
+        "schedule of a configuration is of kind 'yarn'; there are LinearSchedule, DynamicNTKSchedule, YaRNSchedule, "
+        "Llama3Schedule, LongRoPESchedule, ProportionalSchedule."),
+    ("configuration of a function as a mask",
+        lambda: layer(mask=CustomMask(lambda b, h, q, k: q >= k)).config(), UnsupportedError,
+        re.compile(r"A configuration cannot describe the mask CustomMask\(function=.+, whose text does not read back; "
+        r"give it in each call\.")),
+    ("configuration of a function as a modification",
+        lambda: layer(score_mods=[CustomScore(lambda score, b, h, q, k: score)]).config(), UnsupportedError,
+        "A configuration cannot describe CustomScore; build such a layer in code, and load its state dict."),
+    ("configuration of a class of one's own", lambda: layer(score_mods=[ScoreMod()]).config(), UnsupportedError,
+        "A configuration cannot describe ScoreMod; build such a layer in code, and load its state dict."),
+    ("configuration of a plain tensor", lambda: layer(score_mods=[Bias(torch.ones(2, 2))]).config(), UnsupportedError,
+        "A configuration cannot describe a Bias of a plain tensor, which no state dict holds; make it "
+        "nn.Parameter(tensor, requires_grad=False), or give it in each call."),
+    ("configuration of another norm", lambda: layer(q_norm=nn.Identity()).config(), UnsupportedError,
+        "A configuration cannot describe Identity; build such a layer in code, and load its state dict."),
+    ("configuration of another backend", lambda: layer(backend=Silent()).config(), UnsupportedError,
+        "A configuration names a backend, and 'silent' is none of headwise's; set layer.backend afterwards."),
+    ("configuration of another projection", lambda: changed(out_proj=nn.Identity()), UnsupportedError,
+        "A configuration cannot describe Identity as out_proj; build such a layer in code, and load its state dict."),
+    ("configuration of a narrower projection", lambda: changed(k_proj=nn.Linear(12, 9)), UnsupportedError,
+        "A configuration would build k_proj.weight as torch.float32 (12, 12), but it is torch.float32 (9, 12); build "
+        "such a layer in code, and load its state dict."),
+    ("configuration of two dtypes", lambda: changed(v_proj=nn.Linear(12, 12).half()), UnsupportedError,
+        "A configuration would build v_proj.weight as torch.float32 (12, 12), but it is torch.float16 (12, 12); build "
+        "such a layer in code, and load its state dict."),
+    ("unknown layout", lambda: fuse("c_attn"), ConversionError,
+        "There is no layout 'c_attn'; there are qkv_proj, kv_proj, in_proj."),
+    ("fused without queries", lambda: fuse(q_proj__weight=None), ConversionError,
+        "There is no q_proj.weight in the state dict; give that of a layer, and prefix= for one in a model."),
+    ("fused without a bias", lambda: fuse(v_proj__bias=None), ConversionError,
+        "There is no v_proj.bias beside other biases, and one matrix has all or none; add zeros for it."),
+    ("fused of two widths", lambda: fuse(k_proj__weight=torch.ones(12, 5)), ConversionError,
+        "q_proj.weight and k_proj.weight cannot stand in one matrix: their widths differ, 12 and 5; leave them apart."),
+    ("fused of two dtypes", lambda: fuse("kv_proj", v_proj__bias=torch.ones(12).half()), ConversionError,
+        "k_proj.bias and v_proj.bias cannot stand in one matrix: their dtypes differ, torch.float32 and torch.float16; "
+        "leave them apart."),
+    ("fused of two devices", lambda: fuse("in_proj", k_proj__bias=torch.ones(12, device=meta)), ConversionError,
+        "q_proj.bias and k_proj.bias cannot stand in one matrix: their devices differ, cpu and meta; leave them "
+        "apart."),
+    ("fused of a number", lambda: fuse(k_proj__bias=4), ConversionError,
+        "k_proj.bias is int; a tensor of 1 dimensions is expected."),
+    ("fused of one row", lambda: fuse(k_proj__weight=torch.ones(12)), ConversionError,
+        "k_proj.weight is of shape (12,); a tensor of 2 dimensions is expected."),
+)
 # fmt: on
 
 ROWS = (
@@ -1032,6 +1143,7 @@ ROWS = (
     *((f"layer: {name}", made, ShapeError, text) for name, made, text in LAYERS),
     *((f"parse({read!r})", lambda read=read: parse(read), ShapeError, text) for read, text in MASK_TEXTS),
     *((name, made, UnsupportedError, text) for name, made, text in UNSUPPORTED),
+    *SAVED,
 )
 
 

@@ -19,7 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS sta
 import pytest
 import torch
 from cases import MASKS, SCORE_MODS, SHAPES, SMALL_SHAPES, SQUARE_MASKS, Call
-from helpers import assert_as_good_as, leaf, plain_attention, randn
+from helpers import assert_as_good_as, leaf, pairwise, plain_attention, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise
@@ -72,6 +72,7 @@ CALLS = {
     **SMALL_SHAPES,
 }
 LSE = ("no", "forward", "gradient")
+SLOW = pytest.mark.slow  # not part of the reduced run
 
 
 @pytest.fixture(autouse=True)
@@ -120,29 +121,28 @@ def name_of(row):
     return ", ".join((*filter(None, parts), "lse " + row["lse"]))
 
 
-def all_rows():
-    """Combinations in which every two parts of two axes meet that can."""
-    shapes = [name for name in CALLS if name not in SMALL_SHAPES]
-    square = [name for name in shapes if CALLS[name].rows == CALLS[name].slots]
-    for (m, mask), (s, mods) in itertools.product(enumerate((*MASKS, *SQUARE_MASKS)), enumerate(SCORE_MODS)):
-        fitting = square if mask in SQUARE_MASKS else shapes
-        # steps that are coprime to the sizes, so that no two axes go round together
-        row = {"shape": fitting[(m + s) % len(fitting)], "mask": mask, "mods": mods}
-        row |= {"sinks": bool((m // 2 + s) % 2), "dtype": DTYPES[(m + 2 * s) % 3], "lse": LSE[(m // 3 + s) % 3]}
-        yield row, m % len(SCORE_MODS) == s
+def fits(row):
+    return row["mask"] not in SQUARE_MASKS or CALLS[row["shape"]].rows == CALLS[row["shape"]].slots
 
 
-ROWS = list(all_rows())
+AXES = {
+    "shape": tuple(name for name in CALLS if name not in SMALL_SHAPES),
+    "mask": (*MASKS, *SQUARE_MASKS),
+    "mods": SCORE_MODS,
+    "sinks": (False, True),
+    "dtype": DTYPES,
+    "lse": LSE,
+}
 
 
-def test_every_two_parts_meet():
-    axes = ("shape", "mask", "mods", "sinks", "dtype", "lse")
-    for one, two in itertools.combinations(axes, 2):
-        met = {(row[one], row[two]) for row, _ in ROWS if row["mask"] not in SQUARE_MASKS}
-        assert met == set(itertools.product({a for a, _ in met}, {b for _, b in met})), (one, two)
-    few = [row for row, few in ROWS if few]
-    for axis in axes:
-        assert {row[axis] for row in few} == {row[axis] for row, _ in ROWS}, axis
+def rows_and_marks():
+    """Combinations in which every two parts meet; those that bring no part for the first time are slow."""
+    rows, met = [], set()
+    for row in pairwise(AXES, fits):
+        new = {(axis, id(part)) for axis, part in row.items()} - met
+        met |= new
+        rows.append(pytest.param(row, id=name_of(row), marks=() if new else SLOW))
+    return rows
 
 
 def wanted(row, tensors, trained, seen, grad, dtype):
@@ -257,9 +257,7 @@ def check(row):
             assert_as_good_as(tensor, want[name], plain[name], terms=terms, inner=size, what=what)
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=name_of(row), marks=[] if few else [pytest.mark.slow]) for row, few in ROWS]
-)
+@pytest.mark.parametrize("row", rows_and_marks() if HERE else ())
 def test_output_and_gradients(row):
     check(row)
 
@@ -275,7 +273,7 @@ def test_one_of_everything_and_nothing(shape):
 
 
 @pytest.mark.parametrize("shape", ("tiles", "tiles, square"))
-@DTYPE
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=SLOW)), ids=str)
 @pytest.mark.parametrize("kernel", ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"))
 def test_each_kernel_of_torch(kernel, dtype, shape):
     """Whichever torch chooses, on this GPU or another: the sdpa backend is right, rows that see nothing included."""
@@ -706,7 +704,7 @@ def traced(function, tmp_path, monkeypatch, **how):
     return torch.compile(function, fullgraph=True, backend="aot_eager" if ON_CPU else "inductor", **how)
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("backend", [pytest.param(b, id=b.name, marks=TRACED) for b in BACKENDS])
 def test_compiled_layer(backend, tmp_path, monkeypatch):
     layer, double, here = layer_of("gqa, rotary", mask=Causal() & Window(30), backend=backend.name)
@@ -723,7 +721,9 @@ def test_compiled_layer(backend, tmp_path, monkeypatch):
             assert_as_good_as(got.cpu(), want, plain, terms=131, inner=inner, what=f"{backend.name}, {count} tokens")
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(d, id=str(d), marks=TRACED) for d in (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=TRACED), pytest.param(torch.bfloat16, marks=[*TRACED, SLOW])], ids=str
+)
 def test_compiled_attention_of_padded_rows(dtype, tmp_path, monkeypatch):
     def run(query, key, value, lengths):
         return attention(query, key, value, mask=Causal() & Padding(lengths))

@@ -105,43 +105,32 @@ def test_with_a_cache(chunks, cached, tokens):
     assert stories.text(tokens[1:known] + written) == stories.published()
 
 
+@pytest.fixture(scope="module")
+def near(tokens):
+    """A model that sees the last 31 tokens only, and how it goes on: otherwise, as it forgets the beginning."""
+    made = Stories(mask=Causal() & Window(31)).eval()
+    want = alone(made, tokens[:60], 80)
+    assert want != tokens[60:140]
+    return made, want
+
+
 @pytest.mark.parametrize("chunks", [[1] * 60, CHUNKS], ids=["one by one", "chunks"])
-def test_with_a_cache_of_the_size_of_a_window(chunks, model, tokens):
-    """The text is another one, since the model no longer sees its beginning; it does not depend on the cache."""
-    near = Stories(mask=Causal() & Window(31)).eval()
-    prompt = tokens[: sum(chunks)]
-    want = alone(near, prompt, 80)
-    assert want != tokens[len(prompt) :][:80]
-    caches = [RollingCache(31) for _ in near.blocks]
-    assert through(near, caches, prompt, chunks, 80) == want
-
-
-def packed_scores(model, rows):
-    """The scores for each sequence, from one pass over all of them in one row."""
-    packed = pack([torch.tensor(row) for row in rows])
-    return packed.unpack(model(packed.tokens, mask=packed.mask, positions=packed.positions))
+def test_with_a_cache_of_the_size_of_a_window(chunks, near, tokens):
+    model, want = near
+    caches = [RollingCache(31) for _ in model.blocks]
+    assert through(model, caches, tokens[:60], chunks, 80) == want
 
 
 @torch.no_grad()
 def test_packed_with_other_prompts(model, tokens, other):
     """All of the text at once, between two other sequences."""
     prompt, continued = other
-    rows = [prompt, tokens[:-1], [*prompt, *continued]]
-    likeliest = [scores.argmax(-1).tolist() for scores in packed_scores(model, rows)]
+    packed = pack([torch.tensor(row) for row in (prompt, tokens[:-1], [*prompt, *continued])])
+    scores = model(packed.tokens, mask=packed.mask, positions=packed.positions)
+    likeliest = [part.argmax(-1).tolist() for part in packed.unpack(scores)]
     assert stories.text(likeliest[1]) == stories.published()
     assert likeliest[0][-1] == continued[0]
     assert likeliest[2][len(prompt) - 1 : -1] == continued
-
-
-@torch.no_grad()
-def test_packed_and_computed_anew_at_each_step(model, other):
-    prompt, continued = other
-    rows = [prompt, [BOS]]
-    for _ in range(COUNT):
-        beside, scores = packed_scores(model, rows)
-        assert beside[-1].argmax() == continued[0]
-        rows[1].append(scores[-1].argmax().item())
-    assert stories.text(rows[1][1:]) == stories.published()
 
 
 @torch.no_grad()

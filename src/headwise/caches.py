@@ -141,6 +141,11 @@ class KVCache(ABC):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": None}  # a copy may go to a copy of the layer
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        twin = self.fork()  # which copies tensors that are part of a graph, too
+        twin._owner = None
+        return twin
+
     def _new(self, key: Tensor, value: Tensor, positions: Positions, lengths: Any) -> dict[str, Tensor]:
         """What to store, checked against what is stored."""
         new = {"key": key, "value": value}
@@ -394,6 +399,8 @@ class RollingCache(KVCache):
             past = tensor[..., :0, :] if held is None else held[..., :kept, :].roll(-self._seam(old), -2)
             everything[name] = torch.cat([past, tensor], -2)
             self.stored[name] = everything[name][..., kept + rows - places :, :].roll(ring, -2)
+        if rows == 1:
+            return self._found(places, start=self.length - places, ring=ring)
         run = Positions(kept + rows, start=old - kept)
         return (
             everything["key"],
@@ -547,7 +554,9 @@ def _check_lengths(lengths: Any, batch: int, rows: int) -> None:
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
         least, most = int(lengths.min()), int(lengths.max())
         if least < 0 or most > rows:
-            raise ShapeError(f"lengths= runs from {least} to {most}, but there are {rows} tokens; stay within 0 … {rows}.")
+            raise ShapeError(
+                f"lengths= runs from {least} to {most}, but there are {rows} tokens; stay within 0 … {rows}."
+            )
 
 
 def _is_frozen(held: Tensor) -> bool:

@@ -159,8 +159,9 @@ class YaRNSchedule(Schedule):
             ``beta_fast`` below ``beta_slow``.
 
     Example:
-        >>> YaRNSchedule(4.0, original_length=64, beta_fast=8).frequencies(torch.tensor([1.0, 0.1]), base=100.0)
-        tensor([1.0000, 0.0250])
+        >>> yarn = YaRNSchedule(4.0, original_length=64, beta_fast=8.0)
+        >>> yarn.frequencies(torch.tensor([1.0, 0.1, 0.01]), base=1000.0)
+        tensor([1.0000, 0.0625, 0.0025])
 
     Reference: Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, 2023.
     https://arxiv.org/abs/2309.00071 (its β is ``beta_fast``, its α ``beta_slow``, its sqrt(1/t) ``attention_factor``).
@@ -220,7 +221,7 @@ class Llama3Schedule(Schedule):
 
     Example:
         >>> Llama3Schedule(8.0, original_length=64).frequencies(torch.tensor([1.0, 0.25, 0.01]), base=1000.0)
-        tensor([1.0000, 0.1816, 0.0013])
+        tensor([1.0000, 0.1440, 0.0012])
 
     Reference: the code published with Llama 3.1; Grattafiori et al., The Llama 3 Herd of Models, 2024.
     https://arxiv.org/abs/2407.21783

@@ -55,7 +55,7 @@ def fused(state_dict: Mapping[str, Any], layout: str = "qkv_proj", prefix: str =
             )
         if lacking:
             raise ConversionError(
-                f"There is no {lacking[0]} beside the biases of other projections; add zeros for it, or leave them apart."
+                f"There is no {lacking[0]} beside other biases, and one matrix has all or none; add zeros for it."
             )
         parts = [state_dict[key] for key in keys]
         instead |= dict.fromkeys(keys)
@@ -81,4 +81,4 @@ def _stacked(keys: list[str], parts: list[Any]) -> Tensor:
                     f"{keys[0]} and {key} cannot stand in one matrix: their {what}s differ, {first} and {other}; leave "
                     "them apart."
                 )
-    return torch.cat(parts)
+    return torch.cat([part.detach() for part in parts])
