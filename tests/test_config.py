@@ -52,7 +52,7 @@ LAYERS = {
     "value as wide as key": {"key_dim": 11},
     "value as wide as query": {"key_dim": 11, "value_dim": EMBED},
     "no bias": {"bias": False},
-    "some biases": {"key_bias": False, "out_bias": False},
+    "some biases": {"query_bias": False, "out_bias": False},
     "query bias": {"query_bias": True, "key_bias": False, "value_bias": False, "out_bias": False},
     "scale": {"scale": 0.0},
     "sinks, dropout, length, backend": {"sinks": True, "dropout_p": 0.25, "max_length": 29, "backend": "reference"},

@@ -164,6 +164,57 @@ def test_cases_are_left_out_when_the_time_is_over(tmp_path, capsys):
     assert '"measurement"' not in path.read_text()
 
 
+class Device:
+    """What torch.cuda is to a run, for a device that is not there."""
+
+    waited = allocated = 0
+
+    def is_available(self):
+        return True
+
+    def get_device_name(self, device):
+        return "A (TM) Device"
+
+    def synchronize(self):
+        self.waited += 1
+
+    def reset_peak_memory_stats(self):
+        self.allocated += 5
+
+    def memory_allocated(self):
+        return self.allocated
+
+    def max_memory_allocated(self):
+        return self.allocated + 77
+
+
+def test_a_run_on_a_device(monkeypatch, tmp_path, capsys):
+    fake = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    monkeypatch.setattr(runner, "CPU", torch.device("meta"))  # the CPU is the device now
+    monkeypatch.setitem(cases.SUITES, "gpu", ((), (SMALL,)))
+    calls = []
+
+    def counted(problem):
+        step = competitors.sdpa(problem)
+        return Step(lambda: (calls.append(fake.waited), step.run())[1])
+
+    monkeypatch.setattr(competitors, "GPU_ATTENTION", {"sdpa": counted, "headwise": competitors.headwise_auto})
+    path = tmp_path / "a.jsonl"
+    runner.main(["--device", "cpu", "--quick", "--output", str(path)])
+    run = report.read(path)
+    tops = [r["ceiling"] for r in run if r["kind"] == "ceiling"]
+    assert tops == ["matmul 64", "device copy 0 MiB"]
+    for r in run:
+        assert r["device"] == "A (TM) Device"
+        if r["kind"] == "measurement":
+            assert r["not_timed"] is None and r["peak_memory_bytes"] == 77 and "on the device" in r["peak_memory_by"]
+    assert fake.waited > 3 * 2 * 2 and calls[0] == calls[1], "the first call is made twice before anyone waits"
+    assert report.main([str(path)]) in (0, 1)
+    assert "A (TM) Device, CUDA " in capsys.readouterr().out
+    assert runner.default_path("*", torch.device("cpu")).name.endswith("_a-tm-device_all.jsonl")
+
+
 def test_the_cases_of_a_gpu():
     chosen, tiny = SUITES["gpu"]
     assert len({case.name for case in chosen}) == len(chosen) and chosen[: len(GPU_SIZED)] == GPU_SIZED

@@ -142,8 +142,12 @@ class KVCache(ABC):
         return {**vars(self), "_owner": None}  # a copy may go to a copy of the layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        twin = self.fork()  # which copies tensors that are part of a graph, too
-        twin._owner = None
+        twin = copy.copy(self)
+        for name, value in vars(twin).items():
+            if name == "stored":  # tensors that are part of a graph can be cloned, but not deepcopied
+                twin.stored = {part: tensor.clone() for part, tensor in value.items()}
+            else:
+                setattr(twin, name, copy.deepcopy(value, memo))
         return twin
 
     def _new(self, key: Tensor, value: Tensor, positions: Positions, lengths: Any) -> dict[str, Tensor]:
