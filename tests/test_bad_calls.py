@@ -20,6 +20,7 @@ from headwise import (
     AttentionError,
     Backend,
     Bias,
+    CacheError,
     Causal,
     Chunk,
     ConversionError,
@@ -27,7 +28,9 @@ from headwise import (
     CustomScore,
     Dense,
     Document,
+    DynamicCache,
     DynamicNTKSchedule,
+    FixedCache,
     LinearSchedule,
     Llama3Schedule,
     LongRoPESchedule,
@@ -39,10 +42,13 @@ from headwise import (
     Positions,
     Prefix,
     ProportionalSchedule,
+    RelativeBias,
+    RollingCache,
     RotaryEmbedding,
     ScoreMod,
     ShapeError,
     Softcap,
+    StaticCache,
     UnsupportedError,
     Window,
     YaRNSchedule,
@@ -51,6 +57,7 @@ from headwise import (
     attention_with_lse,
     draw,
     merge_partials,
+    pack,
     parse,
     rotate,
 )
@@ -95,6 +102,33 @@ def partials(*changes):
     """A right call of ``merge_partials`` but for the changes, in its order."""
     right = [torch.ones(B, H, T, V), torch.ones(B, H, T)] * 2
     return merge_partials(*(r if c is None else c for r, c in zip(right, changes, strict=True)))
+
+
+def filled(cache=None, **how):
+    """A cache that holds the tokens."""
+    cache = DynamicCache() if cache is None else cache
+    layer(**how)(tokens, cache=cache)
+    return cache
+
+
+def rolled():
+    return filled(RollingCache(5), mask=Causal() & Window(5))
+
+
+def fixed(other=None):
+    """A fixed cache that holds the tokens; then a call with others."""
+    made, cache = layer(), FixedCache()
+    made(tokens, tokens, cache=cache)
+    if other is not None:
+        made(tokens, other, cache=cache)
+    return cache
+
+
+def axes(*counts):
+    """Calls with a cache and positions along so many axes."""
+    made, cache = layer(), DynamicCache()
+    for count in counts:
+        made(tokens, cache=cache, positions=torch.zeros(count, B, T).long())
 
 
 def built(**changes):
@@ -442,7 +476,7 @@ MASK_TEXTS = (
     ("Padding('3')",
         "A mask text cannot hold Constant (character 9); it holds masks, numbers, &, |, ~ and parentheses."),
     ("Padding([9999999999999])", "A length needs 44 bits; give a whole number that fits 31."),
-    ("Padding(first_key=3)", "Padding has no argument 'first_key'; it takes lengths, left."),
+    ("Padding(keys=3)", "Padding has no argument 'keys'; it takes lengths, left."),
     ("Dense([[1, 0]])",
         "A mask of dtype torch.int64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
         "where 0 hides, or a boolean tensor that is True where a query may attend."),
@@ -672,7 +706,7 @@ POSITIONS = (
     ("half a start", lambda: Positions(2, start=0.5),
         "The start of a run of tokens is 0.5; give a whole number."),
     ("start as a tensor", lambda: Positions(2, start=torch.tensor(3)),
-        "The start of a run of tokens is tensor(3); give a whole number."),
+        "The start of a run of tokens is a torch.int64 tensor of shape (); give one integer per row, (batch,)."),
     ("half an offset", lambda: Positions(2, offset=0.5),
         "The offset of a run of tokens is 0.5; give a whole number."),
     ("start of 40 bits", lambda: Positions(2, start=2**40),
@@ -682,13 +716,39 @@ POSITIONS = (
     ("positions for another key", lambda: call(key_positions=Positions(6)),
         "The key positions are for 6 tokens, but there are 11; give one each."),
     ("query positions as a number", lambda: call(query_positions=3),
-        "The query positions are int; give Positions(count, start)."),
-    ("query positions as a tensor", lambda: call(query_positions=torch.arange(T)),
-        "The query positions are Tensor; give Positions(count, start)."),
-    ("key positions as a tensor", lambda: call(key_positions=torch.arange(S)),
-        "The key positions are Tensor; give Positions(count, start)."),
+        "The query positions are int; give Positions(count, start), or a tensor of whole numbers (batch, "
+        "tokens)."),
+    ("query positions of floats", lambda: call(query_positions=torch.zeros(T)),
+        "The positions of tokens are a torch.float32 tensor; give a tensor of integers, (batch, tokens)."),
+    ("key positions of four dimensions", lambda: call(key_positions=torch.zeros(1, 1, 1, S).long()),
+        "The positions of tokens have shape (1, 1, 1, 11) for 11 tokens; give (batch, 11) or (1, 11), or (axes, "
+        "batch, 11)."),
+    ("too few key positions", lambda: call(key_positions=torch.arange(S - 1)),
+        "The positions of tokens have shape (1, 10) for 11 tokens; give (batch, 11) or (1, 11), or (axes, batch, 11)."),
+    ("query positions of three rows", lambda: call(query_positions=torch.zeros(3, T).long()),
+        "The query positions are for 3 rows, the call has 2; give one each."),
+    ("starts of three rows", lambda: call(query_positions=Positions(T, start=torch.arange(3))),
+        "The query positions are for 3 rows, the call has 2; give one each."),
+    ("positions elsewhere", lambda: call(query_positions=torch.zeros(B, T, device="meta").long()),
+        "The query positions is on meta and the query on cpu; move it with .to()."),
+    ("key positions that do not say those of queries", lambda: call(key_positions=Positions(S, filled=torch.arange(B),
+        positions=torch.arange(S)[None])),
+        "The positions of 11 keys do not say those of 7 queries; give them as well."),
+    ("filled by a flag", lambda: Positions(2, filled=True),
+        "How many of the tokens are there is True; give a whole number."),
+    ("starts as floats", lambda: Positions(2, start=torch.zeros(3)),
+        "The start of a run of tokens is a torch.float32 tensor of shape (3,); give one integer per row, (batch,)."),
+    ("ring of text", lambda: Positions(2, ring="x"),
+        "The ring of a run of tokens is 'x'; give a whole number."),
+    ("indices of three dimensions", lambda: Positions(2, indices=torch.zeros(1, 1, 2).long()),
+        "The indices of tokens have shape (1, 1, 2) for 2 tokens; give (batch, 2) or (1, 2)."),
+    ("indices as a list", lambda: Positions(2, indices=[0, 1]),
+        "The indices of tokens are list; give a tensor of integers, (batch, tokens)."),
+    ("slopes over axes", lambda: call(score_mods=[ALiBi(H)], query_positions=torch.zeros(3, B, T).long()),
+        "ALiBi reads one position per token, but these have 3, one per axis; give (batch, tokens)."),
     ("key positions as a range", lambda: call(key_positions=range(S)),
-        "The key positions are range; give Positions(count, start)."),
+        "The key positions are range; give Positions(count, start), or a tensor of whole numbers (batch, "
+        "tokens)."),
     ("odd rotary", lambda: RotaryEmbedding(3),
         "Rotary embeddings turn pairs of dimensions, and 3 is not even and above 0."),
     ("empty rotary", lambda: RotaryEmbedding(0),
@@ -905,15 +965,17 @@ LAYERS = (
     ("length as a flag", lambda: layer(max_length=True),
         "max_length is True; give a whole number of at least 1."),
     ("bias as text", lambda: layer(bias="no"),
-        "Biases and sinks are switched by True and False, not by (True, True, True, True, False, 'no')."),
+        "Biases, sinks and rotate_first are switched by True and False, not by (True, True, True, True, False, 'no', "
+        "False)."),
     ("bias as a number", lambda: layer(bias=0),
-        "Biases and sinks are switched by True and False, not by (True, True, True, True, False, 0)."),
+        "Biases, sinks and rotate_first are switched by True and False, not by (True, True, True, True, False, 0, "
+        "False)."),
     ("query bias as a tensor", lambda: layer(query_bias=torch.zeros(12)),
-        "Biases and sinks are switched by True and False, not by (tensor([0., 0., 0., 0., 0., 0., 0., 0., "
-        "0., 0., 0., 0.]), True, True, True, False, False)."),
+        "Biases, sinks and rotate_first are switched by True and False, not by (tensor([0., 0., 0., 0., 0., 0., 0., "
+        "0., 0., 0., 0., 0.]), True, True, True, False, False, False)."),
     ("sinks as a tensor", lambda: layer(sinks=torch.zeros(3)),
-        "Biases and sinks are switched by True and False, not by (True, True, True, True, tensor([0., 0., "
-        "0.]), False)."),
+        "Biases, sinks and rotate_first are switched by True and False, not by (True, True, True, True, tensor([0., "
+        "0., 0.]), False, False)."),
     ("scale that is no number", lambda: layer(scale=math.nan),
         "A scale of nan cannot multiply scores; give a finite number, or None for 1/sqrt(D)."),
     ("everything dropped", lambda: layer(dropout_p=1.0),
@@ -1003,8 +1065,29 @@ LAYERS = (
         "cache= takes a KVCache, not dict; leave it out for none."),
     ("lengths without a cache", lambda: layer()(tokens, lengths=torch.tensor([1, 2])),
         "lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths)."),
-    ("positions as a tensor", lambda: layer()(tokens, positions=torch.arange(T)),
-        "The query positions are Tensor; give Positions(count, start)."),
+    ("rotated first by a number", lambda: layer(rotate_first=1),
+        "Biases, sinks and rotate_first are switched by True and False, not by (True, True, True, True, False, False, "
+        "1)."),
+    ("positions as floats", lambda: layer()(tokens, positions=torch.zeros(T)),
+        "The positions of tokens are a torch.float32 tensor; give a tensor of integers, (batch, tokens)."),
+    ("cache without room", lambda: StaticCache(0),
+        "A cache with room for 0 tokens holds nothing; give at least 1."),
+    ("cache of the last no tokens", lambda: RollingCache(0),
+        "A cache of the last 0 tokens holds nothing; give at least 1."),
+    ("cache of text", lambda: StaticCache("long"),
+        "The capacity of a cache is 'long'; give a whole number."),
+    ("crop to a half", lambda: filled().crop(1.5),
+        "The length to crop to is 1.5; give a whole number."),
+    ("rows that are not there", lambda: filled().select([0, 2]),
+        "Rows [0, 2] were selected of 2; count them from 0."),
+    ("rows of floats", lambda: filled().select(torch.ones(1)),
+        "Rows to select are torch.float32 of shape (1,); give whole numbers."),
+    ("lengths as a list", lambda: layer()(tokens, cache=DynamicCache(), lengths=[1, 2]),
+        "lengths= is list; give a tensor of whole numbers, one per row, (batch,)."),
+    ("lengths of three rows", lambda: layer()(tokens, cache=DynamicCache(), lengths=torch.tensor([1, 2, 3])),
+        "lengths= has shape (3,) for 2 rows; give one number per row."),
+    ("lengths beyond the call", lambda: layer()(tokens, cache=DynamicCache(), lengths=torch.tensor([1, 8])),
+        "lengths= runs from 1 to 8, but there are 7 tokens; stay within 0 … 7."),
     ("positions of another count", lambda: layer()(tokens, positions=Positions(6)),
         "The query positions are for 6 tokens, but there are 7; give one each."),
     ("key positions of another count", lambda: layer()(tokens, key_positions=Positions(6)),
@@ -1122,6 +1205,8 @@ SAVED = (
         "There is no q_proj.weight in the state dict; give that of a layer, and prefix= for one in a model."),
     ("fused without a bias", lambda: fuse(v_proj__bias=None), ConversionError,
         "There is no v_proj.bias beside other biases, and one matrix has all or none; add zeros for it."),
+    ("fused beside a fused one", lambda: fuse("kv_proj", kv_proj__bias=torch.ones(24)), ConversionError,
+        "There is a kv_proj.bias beside its parts already; take the one or the others out."),
     ("fused of two widths", lambda: fuse(k_proj__weight=torch.ones(12, 5)), ConversionError,
         "q_proj.weight and k_proj.weight cannot stand in one matrix: their widths differ, 12 and 5; leave them apart."),
     ("fused of two dtypes", lambda: fuse("kv_proj", v_proj__bias=torch.ones(12).half()), ConversionError,
@@ -1137,12 +1222,187 @@ SAVED = (
 )
 # fmt: on
 
+PACKED = (
+    (
+        "pack nothing",
+        lambda: pack([]),
+        "pack takes a list of at least one tensor (tokens, size), or a padded batch with lengths=.",
+    ),
+    (
+        "pack numbers",
+        lambda: pack([1, 2]),
+        "pack takes a list of at least one tensor (tokens, size), or a padded batch with lengths=.",
+    ),
+    (
+        "pack two sizes",
+        lambda: pack([torch.ones(2, 3), torch.ones(2, 4)]),
+        re.compile(r"Sequences of 2 kinds do not fit into one row: .*; make them alike\."),
+    ),
+    (
+        "pack a batch without lengths",
+        lambda: pack(tokens),
+        "A padded batch of shape (2, 7, 12) needs (batch, tokens, …) and either lengths= or keep=.",
+    ),
+    (
+        "pack a list with lengths",
+        lambda: pack([tokens[0]], lengths=[3]),
+        "lengths= and keep= are for a padded batch; a list of sequences has its lengths already.",
+    ),
+    (
+        "pack with three lengths",
+        lambda: pack(tokens, lengths=[1, 2, 3]),
+        "3 lengths were given for 2 rows; give one each.",
+    ),
+    ("pack with a length too many", lambda: pack(tokens, lengths=[1, 8]), "Lengths 1 … 8 do not fit rows of 7 tokens."),
+    (
+        "pack what numbers keep",
+        lambda: pack(tokens, keep=torch.ones(2, 7)),
+        "keep= is torch.float32 of (2, 7); give booleans (2, 7), True at the real tokens.",
+    ),
+    (
+        "unpack a batch",
+        lambda: pack([tokens[0]]).unpack(tokens),
+        "A packed batch of 7 tokens cannot unpack (2, 7, 12); give (1, 7, …).",
+    ),
+    (
+        "look at fewer sequences",
+        lambda: pack([tokens[0], tokens[1]]).mask_to(pack([tokens[0]])),
+        "2 sequences cannot look at 1; pack as many on each side.",
+    ),
+    (
+        "documents of keys for fewer queries",
+        lambda: Document.from_lengths([2, 3], [4]),
+        "2 documents of queries and 1 of keys differ; give as many.",
+    ),
+    ("bias of no head", lambda: RelativeBias(0), "0 heads have no bias; give at least 1."),
+    (
+        "bias of other heads",
+        lambda: call(score_mods=[RelativeBias(2)]),
+        "The call has 6 heads, but RelativeBias is for 2; build it for the call.",
+    ),
+    (
+        "bias of three buckets",
+        lambda: RelativeBias(2, num_buckets=3),
+        "3 buckets cannot hold near and far distances; give an even number of at least 4.",
+    ),
+    (
+        "bias of one bucket",
+        lambda: RelativeBias(2, num_buckets=1, bidirectional=False),
+        "1 buckets cannot hold near and far distances; give at least 2.",
+    ),
+    (
+        "bias of near distances",
+        lambda: RelativeBias(2, max_distance=8),
+        "A max_distance of 8 is within the 8 buckets of one distance each; give a larger one.",
+    ),
+)
+CACHED = (
+    (
+        "cache of another batch",
+        lambda: layer()(tokens[:1], cache=filled()),
+        "The cache holds keys of (batch, heads, size) (2, 3, 4), the call has (1, 3, 4); make a new cache, or select() "
+        "rows of this one.",
+    ),
+    (
+        "cache of another dtype",
+        lambda: layer(dtype=torch.float64)(tokens.double(), cache=filled()),
+        "The cache holds keys of torch.float32 on cpu, the call has torch.float64 on cpu; make a new cache.",
+    ),
+    (
+        "cache before its end",
+        lambda: layer()(tokens, cache=filled(), positions=Positions(T)),
+        "The cache holds 7 tokens, but the first token of the call has index 0; leave positions out, or crop() the "
+        "cache.",
+    ),
+    (
+        "cache with indices",
+        lambda: layer()(tokens, cache=filled(), positions=Positions(T, indices=torch.arange(T)[None])),
+        "A cache numbers its tokens itself; give positions without indices.",
+    ),
+    (
+        "full cache",
+        lambda: layer()(tokens, cache=StaticCache(6)),
+        "The cache has room for 6 tokens and would hold 7; make a larger one, crop() it, or use RollingCache for the "
+        "last tokens only.",
+    ),
+    (
+        "cache of another layer",
+        lambda: [layer()(tokens, cache=made) for made in [filled()] for _ in range(2)],
+        "This cache belongs to another layer, whose keys it holds; make a cache for each layer of a model.",
+    ),
+    (
+        "cache of fewer axes",
+        lambda: axes(2, 3),
+        "The cache holds positions along 2 axes, the call has 3; give as many in every call.",
+    ),
+    (
+        "rows of an empty cache",
+        lambda: DynamicCache().select([0]),
+        "An empty cache has no rows to select 1 from; fill it first.",
+    ),
+    (
+        "state of another cache",
+        lambda: StaticCache(3).load_state_dict(filled().state_dict()),
+        "The state is that of DynamicCache with room for None tokens, but this is StaticCache with room for 3; make "
+        "one of the same kind and size.",
+    ),
+    (
+        "cache that keeps too little",
+        lambda: layer(mask=Causal())(tokens, cache=RollingCache(5)),
+        "The cache keeps the last 5 tokens, but the mask lets a query look further back; join Window(5) to it, or keep "
+        "more tokens.",
+    ),
+    (
+        "crop to what is forgotten",
+        lambda: rolled().crop(6),
+        "The cache has forgotten 2 tokens, some of which it would need after a crop to 6; keep more tokens, or fork() "
+        "it before those that you may want to drop.",
+    ),
+    (
+        "fixed cache without keys",
+        lambda: layer()(tokens, cache=FixedCache()),
+        "A FixedCache that is empty needs key tokens; give key= in the first call.",
+    ),
+    (
+        "fixed cache asked before it is filled",
+        lambda: FixedCache().recall(Positions(1)),
+        "A FixedCache that is empty needs key tokens; give key= in the first call.",
+    ),
+    (
+        "fixed cache for other keys",
+        lambda: fixed(tokens.clone()),
+        "The cache is filled with 7 keys, and key= may be others; leave key out, or make a new FixedCache.",
+    ),
+    (
+        "fixed cache filled twice",
+        lambda: fixed().append(key, value, Positions(S)),
+        "The cache is filled with 7 keys; leave key out, or make a new FixedCache for others.",
+    ),
+    (
+        "fixed cache with a ring",
+        lambda: FixedCache().append(key, value, Positions(S, ring=1)),
+        "A cache numbers its tokens itself; give positions without indices, ring or filled.",
+    ),
+    (
+        "cropped fixed cache",
+        lambda: fixed().crop(3),
+        "A FixedCache is filled once and cannot be cropped to 3 keys; hide some with Padding(lengths).",
+    ),
+    (
+        "schedule that follows the length",
+        lambda: layer(rotary=RotaryEmbedding(4, schedule=DynamicNTKSchedule(2.0, 8)))(tokens, cache=DynamicCache()),
+        "The rotary schedule follows the length of each call, but a cache holds keys that are turned already; give the "
+        "schedule the length= that you will reach.",
+    ),
+)
 ROWS = (
     *((name, made, ShapeError, text) for name, made, text in (*TENSORS, *MASKS, *SCORES, *NUMBERS)),
     *((name, made, ShapeError, text) for name, made, text in (*POSITIONS, *WEIGHTS)),
     *((f"layer: {name}", made, ShapeError, text) for name, made, text in LAYERS),
     *((f"parse({read!r})", lambda read=read: parse(read), ShapeError, text) for read, text in MASK_TEXTS),
     *((name, made, UnsupportedError, text) for name, made, text in UNSUPPORTED),
+    *((name, made, ShapeError, text) for name, made, text in PACKED),
+    *((name, made, CacheError, text) for name, made, text in CACHED),
     *SAVED,
 )
 

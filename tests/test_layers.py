@@ -12,7 +12,7 @@ LAYERS = (
     {"masks", "spans", "score_mods", "rotary", "schedules", "caches"},
     {"checks", "backends.base", "backends.reference", "backends.sdpa", "backends", "notation"},
     {"functional", "config"},
-    {"attention"},
+    {"attention", "packing"},
     {"show", "convert", "inspection", "explain", "lint", "steps"},
     {"look", "demo", "commands", "cli", "__main__"},
 )

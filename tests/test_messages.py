@@ -15,7 +15,7 @@ pytestmark = pytest.mark.plain
 CORE = Path(headwise.__file__).parent
 MODULES = (
     "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches", "checks",
-    "config", "errors", "functional", "masks", "notation", "philox", "positions", "rotary", "schedules", "score_mods",
+    "config", "errors", "functional", "masks", "notation", "packing", "philox", "positions", "rotary", "schedules", "score_mods",
     "spans",
 )  # fmt: skip
 

@@ -154,7 +154,7 @@ WRONG = (
     ("Window(3, 4, 5)", "cannot be built"),
     ("Window(size=3, size=4)", "given an argument twice"),
     ("Window(width=3)", "has no argument 'width'"),
-    ("Padding(3, first_key=2)", "has no argument 'first_key'"),
+    ("Padding(3, keys=2)", "has no argument 'keys'"),
     ("Window(*[3])", "takes no *"),
     ("Window(**{'size': 3})", "takes no *"),
     ("__import__('os').system('true')", "cannot hold"),

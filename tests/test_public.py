@@ -15,7 +15,7 @@ from headwise import Backend, KVCache, Mask, Schedule, ScoreMod
 ROOT = Path(__file__).parents[1]
 INIT = ROOT / "src" / "headwise" / "__init__.py"
 # what a public function returns, tested with it
-RESULTS = {"Explanation"}
+RESULTS = {"Explanation", "Packed"}
 ABSTRACT = {"Mask", "ScoreMod", "KVCache", "Backend", "Schedule"}
 TESTED_BY_NAME = {
     "attention": "test_functional.py",
@@ -37,6 +37,11 @@ TESTED_BY_NAME = {
     "ShapeError": "test_messages.py",
     "UnsupportedError": "test_messages.py",
     "CacheError": "test_layer.py",
+    "DynamicCache": "test_caches.py",
+    "StaticCache": "test_caches.py",
+    "RollingCache": "test_caches.py",
+    "FixedCache": "test_caches.py",
+    "pack": "test_packing.py",
     "explain": "test_explain.py",
     "convert": "test_textbook.py",
     "inspection": "test_inspection.py",
@@ -146,7 +151,7 @@ def undocumented(name: str, value) -> list[str]:
 
 
 # made by others than the user, or by an operator whose example stands in Mask
-NO_EXAMPLE = {"And", "Or", "Not", "Backend", "Explanation", "Inputs", "KVCache", "ScoreMod", "Spans"}
+NO_EXAMPLE = {"And", "Or", "Not", "Backend", "Explanation", "Inputs", "KVCache", "Packed", "ScoreMod", "Spans"}
 
 
 @pytest.mark.parametrize("name", sorted(exported(INIT.read_text()) - {"BACKENDS"}))

@@ -72,6 +72,10 @@ def test_what_a_modification_amounts_to_is_what_it_does(case):
         elif low.kind == "slopes":
             distance = (call.queries.index("cpu")[0][:, None] - call.keys.index("cpu")[0]).abs()
             want = scores - low.values[:, None, None].double() * distance
+        elif low.kind == "table":
+            far = low.values.shape[1] // 2
+            distance = call.keys.index("cpu")[0] - call.queries.index("cpu")[0][:, None]
+            want = scores + low.values.double()[:, far + distance.clamp(-far, far)]
         else:
             want = scores + low.values.double()
         got = modified([mod], scores, call)

@@ -121,7 +121,7 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_switches(query_bias, key_bias, value_bias, out_bias, sinks, rotate_first, bias is not None and bias)
+        check_switches(query_bias, key_bias, value_bias, out_bias, sinks, bias is not None and bias, rotate_first)
         check_weight_dtype(dtype)
         if bias is not None:
             query_bias = key_bias = value_bias = out_bias = bias

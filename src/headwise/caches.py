@@ -72,8 +72,7 @@ class KVCache(ABC):
         """Make a layer the owner; another one is refused."""
         if torch.compiler.is_compiling():  # which cannot follow a weak reference; the first eager call finds out
             return
-        owner = None if self._owner is None else self._owner()
-        if owner is not None and owner is not layer:
+        if self._owner is not None and self._owner() is not layer:
             raise CacheError(
                 "This cache belongs to another layer, whose keys it holds; make a cache for each layer of a model."
             )

@@ -228,7 +228,7 @@ def check_size(value: Any, name: str) -> int:
 def check_switches(*switches: Any) -> None:
     """Refuse switches of a layer that are neither True nor False."""
     if not all(isinstance(switch, bool) for switch in switches):
-        raise ShapeError(f"Biases and sinks are switched by True and False, not by {switches}.")
+        raise ShapeError(f"Biases, sinks and rotate_first are switched by True and False, not by {switches}.")
 
 
 def check_weight_dtype(dtype: Any) -> None:
@@ -346,8 +346,8 @@ def place(
         queries = as_positions(queries, cache.next_positions(rows), query, "query")
     if key is None:
         return queries, queries
-    if keys is None and key is query:
-        keys = queries
+    if keys is None and key is query and queries is not None:
+        keys = queries = as_positions(queries, Positions(rows), query, "query")
     return stand(query, key.shape[-2], queries, keys)
 
 

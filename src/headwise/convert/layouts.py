@@ -57,9 +57,11 @@ def fused(state_dict: Mapping[str, Any], layout: str = "qkv_proj", prefix: str =
             raise ConversionError(
                 f"There is no {lacking[0]} beside other biases, and one matrix has all or none; add zeros for it."
             )
-        parts = [state_dict[key] for key in keys]
+        name = f"{prefix}{start}{kind}"
+        if name in state_dict:
+            raise ConversionError(f"There is a {name} beside its parts already; take the one or the others out.")
         instead |= dict.fromkeys(keys)
-        instead[keys[0]] = (f"{prefix}{start}{kind}", _stacked(keys, parts))
+        instead[keys[0]] = (name, _stacked(keys, [state_dict[key] for key in keys]))
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         entry = instead.get(key, (key, value))
