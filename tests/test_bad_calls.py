@@ -108,6 +108,7 @@ def filled(cache=None, **how):
     """A cache that holds the tokens."""
     cache = DynamicCache() if cache is None else cache
     layer(**how)(tokens, cache=cache)
+    cache._owner = None  # for the next layer
     return cache
 
 

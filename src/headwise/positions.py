@@ -150,7 +150,8 @@ def integer(value: Any, what: str) -> int:
     """A whole number that fits 32 bits, as it is; anything else is refused as ``what``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ShapeError(f"{what} is {value!r:.40}; give a whole number.")
-    if isinstance(value, int) and abs(value) >= 2**31:
+    # an exported file would keep the question as a condition on its sizes
+    if isinstance(value, int) and not torch.compiler.is_exporting() and abs(value) >= 2**31:
         raise ShapeError(f"{what} needs {value.bit_length()} bits; give a whole number that fits 31.")
     return value  # type: ignore[return-value]
 

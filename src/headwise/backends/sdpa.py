@@ -46,7 +46,8 @@ class Sdpa(Backend):
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         query, key, value = x.query, x.key, x.value
-        spans = x.spans()
+        # an exported file runs at every size: a mask is right at all of them, slices and is_causal ask which it is
+        spans = None if torch.compiler.is_exporting() else x.spans()
         causal, tile = False, None
         if spans is not None and spans.is_numbers and not x.tiles():
             start, stop = spans.reach()
@@ -91,7 +92,8 @@ def _attend(
     # the fused kernel wants one head size; zeros add nothing to a dot product, and nothing to a sum
     width = max(query.shape[-1], v_dim)
     query, key, value = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
-    fold = heads != kv_heads and not causal and (mask is None or rows <= FEW_QUERIES)
+    few = not torch.compiler.is_exporting() and rows <= FEW_QUERIES
+    fold = heads != kv_heads and not causal and (mask is None or few)
     if fold:
         group = heads // kv_heads
         query = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
