@@ -18,18 +18,23 @@ from headwise import (
     CustomMask,
     Dense,
     Document,
+    DynamicCache,
+    FixedCache,
     Full,
     MultiHeadAttention,
     Padding,
     PerHead,
     Positions,
     Prefix,
+    RollingCache,
     RotaryEmbedding,
     ShapeError,
     Softcap,
+    StaticCache,
     UnsupportedError,
     Window,
     attention,
+    pack,
 )
 from headwise.backends import choose
 from headwise.backends.base import Backend
@@ -441,3 +446,32 @@ def test_useful_work_is_told_where_it_is_less():
     x = torch.randn(1, 3, 5, 2)
     assert "useful" in str(explain(x, x, x, mask=Causal()))
     assert "useful" not in str(explain(x, x, x))
+
+
+def _calls_of_every_form():
+    """A layer, tokens and keywords of a call, and how many pairs may attend in one head of each row."""
+    layer = MultiHeadAttention(12, 3, mask=Causal() & Window(4), rotary=RotaryEmbedding(4))
+    x = randn(2, 7, 12, seed=210)
+    for cache in (DynamicCache(), StaticCache(9), RollingCache(4)):
+        layer(x, cache=cache)
+        yield layer, x[:, :1], {"cache": cache}, 2 * 4
+    ragged = DynamicCache()
+    layer(x, cache=ragged, lengths=torch.tensor([7, 2]))
+    yield layer, x[:, :2], {"cache": ragged}, (4 + 4) + (3 + 4)
+    packed = pack([x[0], x[1, :3]])
+    yield layer, packed.tokens, {"mask": packed.mask, "positions": packed.positions}, 1 + 2 + 3 + 4 * 4 + 1 + 2 + 3
+    cross, cache = MultiHeadAttention(12, 3), FixedCache()
+    cross(x, x.clone(), cache=cache, lengths=torch.tensor([7, 3]))
+    yield cross, x[:, :2], {"cache": cache}, 2 * 7 + 2 * 3
+    yield layer, x, {"positions": torch.arange(14).reshape(2, 7)}, 2 * (1 + 2 + 3 + 4 * 4)
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_calls_with_caches_packs_and_positions(number):
+    layer, x, how, pairs = list(_calls_of_every_form())[number]
+    cache = how.get("cache")
+    before = None if cache is None else (cache.length, cache.lengths)
+    found = explain(layer, x, **how)
+    assert found.allowed_pairs == pairs * 3
+    assert "backend sdpa: runs it" in str(found)
+    assert before is None or (cache.length, cache.lengths) == before, "explaining stores nothing"

@@ -10,6 +10,7 @@ one after the other without gaps, and each row continues at its own length.
 import copy
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -220,11 +221,10 @@ class KVCache(ABC):
         return key, value, self._described(position[0] if position else None, Positions(places, **run))
 
     def _described(self, position: Tensor | None, run: Positions) -> Positions:
-        given = {"offset": self.offset, "ring": run.ring, "filled": run.filled}
         if position is not None:
-            axes = position.squeeze(-1).transpose(0, 1)
-            given |= {"positions": axes[0] if len(axes) == 1 else axes}
-        return Positions(run.count, start=run.start, **given)
+            position = position.squeeze(-1).transpose(0, 1)
+            position = position[0] if len(position) == 1 else position
+        return replace(run, offset=self.offset, positions=position)
 
     def _per_row(self, key: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """How many tokens each row holds, and how many it is given."""
@@ -391,15 +391,15 @@ class RollingCache(KVCache):
         if rows == 1 and not torch.is_grad_enabled():  # one token takes the place of the oldest
             for name, tensor in new.items():
                 held = self.stored.get(name, tensor[..., :0, :])
-                if held.shape[-2] < size or _is_frozen(held):
-                    held = F.pad(held, (0, 0, 0, size - held.shape[-2])).clone()
-                held[..., old % size, None, :] = tensor
-                self.stored[name] = held
+                whole = held.shape[-2] == size and not _is_frozen(held)
+                room = held if whole else F.pad(held, (0, 0, 0, size - held.shape[-2])).clone()
+                room[..., old % size, None, :] = tensor
+                self.stored[name] = room
             return self._found(places, start=self.length - places, ring=ring)
         everything = {}
         for name, tensor in new.items():
-            held = self.stored.get(name)
-            past = tensor[..., :0, :] if held is None else held[..., :kept, :].roll(-self._seam(old), -2)
+            held = self.stored.get(name, tensor[..., :0, :])
+            past = held[..., :kept, :].roll(-self._seam(old), -2)
             everything[name] = torch.cat([past, tensor], -2)
             self.stored[name] = everything[name][..., kept + rows - places :, :].roll(ring, -2)
         if rows == 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.masks import And, Causal, Dense, Full, Mask, Not, Or, Padding, PerHead, evaluate
+from headwise.masks import And, Causal, Dense, Full, Mask, Not, Or, Padding, PerHead, evaluate, spans_of
 from headwise.positions import Positions
 
 BLOCK = 2**24  # pairs of a mask without spans that are evaluated at once
@@ -50,7 +50,7 @@ def look_at(
     device: torch.device | str = "cpu",
 ) -> Sight:
     """Count what a bound mask allows: from its spans, or else by evaluating it in blocks of queries."""
-    spans = mask.spans(queries, keys)
+    spans = spans_of(mask, queries, keys)
     if spans is not None:
         runs = spans.tensor("cpu" if spans.is_numbers else device).long()
         counts = (runs[..., 1] - runs[..., 0]).sum(-1)
@@ -185,6 +185,8 @@ def _polarity(leaf: Mask, call: Any, device: Any) -> str | None:
         )
     if not isinstance(leaf.a if isinstance(leaf, Not) else leaf, Dense):
         return None
+    if not (queries.is_run and keys.is_run) or isinstance(queries.start, Tensor) or isinstance(keys.start, Tensor):
+        return None  # whose own token is where would be a guess
     own = torch.arange(max(queries.start, keys.start), min(queries.stop, keys.stop), device=device)[None, None, :, None]
     b = torch.arange(batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[None, :, None, None]

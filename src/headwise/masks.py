@@ -722,6 +722,18 @@ class CustomMask(Mask):
         return seen
 
 
+def spans_of(mask: Mask, queries: Positions, keys: Positions) -> Spans | None:
+    """A bound mask as runs of key places per query row, or None where runs cannot say it."""
+    if queries.indices is not None or keys.indices is not None:
+        return None
+    spans = mask.spans(queries, keys)
+    if spans is None:
+        return None
+    if keys.filled is not None:  # joined after the algebra: no Not and no Or shows an empty place
+        spans = spans & Spans(spans.rows, spans.slots, last=keys.filled)
+    return spans.rolled(keys.ring)
+
+
 def evaluate(
     mask: Mask,
     batch: int,
@@ -741,7 +753,7 @@ def evaluate(
     seen = mask.allowed(b, h, q, k)
     lead = seen.shape[: max(0, seen.dim() - 2)]
     seen = seen.expand(*lead, q.shape[2], k.shape[3])[(None,) * (2 - len(lead))]
-    there = keys.there(device)  # joined after the algebra: no Not and no Or shows an empty place
+    there = keys.there(device)  # as in spans_of
     return seen if there is None else seen & there[:, None, None, :]
 
 

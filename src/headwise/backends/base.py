@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headwise.errors import ShapeError
-from headwise.masks import Full, Mask, broadcasts, evaluate
+from headwise.masks import Full, Mask, broadcasts, evaluate, spans_of
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 from headwise.spans import Spans
@@ -75,14 +75,7 @@ class Inputs:
 
     def spans(self) -> Spans | None:
         """The mask as runs of key places per query row, or None where runs cannot say it."""
-        if self.queries.indices is not None or self.keys.indices is not None:
-            return None
-        spans = self.mask.spans(self.queries, self.keys)
-        if spans is None:
-            return None
-        if self.keys.filled is not None:
-            spans = spans & Spans(spans.rows, spans.slots, last=self.keys.filled)
-        return spans.rolled(self.keys.ring)
+        return spans_of(self.mask, self.queries, self.keys)
 
     def allowed(self, rows: Rows = slice(None)) -> Bool[Tensor, "#B #H R S"]:
         """The mask of chosen query rows; keys that a bias of -inf hides are hidden."""

@@ -245,7 +245,7 @@ def _is_causal(spans: Spans) -> bool:
     """Whether row t sees exactly the slots up to t, which is what SDPA's ``is_causal`` means."""
     no_left = spans.left is None or spans.left + spans.rows - 1 <= 0
     no_last = spans.last is None or spans.last >= spans.slots
-    return spans.right == 1 and spans.first <= 0 and no_last and no_left
+    return bool(spans.right == 1 and spans.first <= 0 and no_last and no_left)
 
 
 def _per_kv_head(seen: Bool[Tensor, "#B #H S"], kv_heads: int) -> Bool[Tensor, "#B #K S"]:
