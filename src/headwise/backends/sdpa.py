@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from headwise.backends.base import Backend, Inputs
+from headwise.masks import Causal, Full
 from headwise.positions import Positions
 from headwise.spans import Spans
 
@@ -46,8 +48,7 @@ class Sdpa(Backend):
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         query, key, value = x.query, x.key, x.value
-        # an exported file runs at every size: a mask is right at all of them, slices and is_causal ask which it is
-        spans = None if torch.compiler.is_exporting() else x.spans()
+        spans = x.spans() if _may_ask(x) else None
         causal, tile = False, None
         if spans is not None and spans.is_numbers and not x.tiles():
             start, stop = spans.reach()
@@ -55,11 +56,11 @@ class Sdpa(Backend):
             key, value = key[..., start:stop, :], value[..., start:stop, :]
             inner = x.mask.spans(x.queries, Positions(stop - start, x.keys.start + start, x.keys.offset))
             # a branch, here and for the heads: under torch.compile a condition is symbolic, which SDPA does not take
-            if inner is not None and not inner.is_full and _is_causal(inner):
+            if inner is not None and _is_causal(inner):
                 causal = True
             allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
             slots = slice(start, stop)
-            if not spans.reaches_all:
+            if not causal and not spans.reaches_all:
                 query = query.masked_fill(~x.allowed().any(-1, keepdim=True), 0)
         else:
             allowed, slots = x.allowed(), slice(None)
@@ -239,6 +240,22 @@ def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-un
     grouped = key.shape[1] != query.shape[1]
     op = torch.ops.aten._scaled_dot_product_attention_math
     return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
+
+
+def _may_ask(x: Inputs) -> bool:
+    """Whether the spans may be asked for more than they say at every size: a file that is exported runs at all."""
+    if not torch.compiler.is_exporting():
+        return True
+    if isinstance(x.mask, Full):
+        return x.keys.filled is None
+    starts, counts = (x.queries.start, x.keys.start), (x.queries.count, x.keys.count)
+    return (
+        isinstance(x.mask, Causal)
+        and x.keys.is_run
+        and not any(isinstance(start, Tensor) for start in starts)
+        and statically_known_true(starts[0] == starts[1])
+        and statically_known_true(counts[0] == counts[1])
+    )
 
 
 def _is_causal(spans: Spans) -> bool:
