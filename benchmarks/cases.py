@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from headwise import Causal, Full, Mask, Padding, Positions, Window
-from headwise.masks import evaluate
+from headwise.algebra import evaluate
 
 MASKS: dict[str, Callable[[int, int], Mask]] = {  # from the batch size and the number of keys
     "full": lambda batch, slots: Full(),

@@ -23,7 +23,7 @@ from cases import (
 )
 from helpers import assert_as_good_as, leaf, pairwise, plain_attention, randn
 
-from headwise import BACKENDS, Backend, Full, Softcap, UnsupportedError, attention, attention_with_lse
+from headwise import BACKENDS, ALiBi, Backend, Bias, Full, Softcap, UnsupportedError, attention, attention_with_lse
 from headwise.backends.reference import Reference
 from headwise.functional import prepare, run
 
@@ -275,3 +275,20 @@ def test_the_suite_notices_a_wrong_backend(monkeypatch):
     monkeypatch.setattr(Reference, "run", wrong)
     with pytest.raises(AssertionError, match=r"reference.*is above"):
         _check(row)
+
+
+def test_off_the_cpu_sdpa_takes_a_bias_in_the_dtype_of_the_queries_only():
+    """Some of torch's kernels there refuse another dtype, and one reads it wrongly. No device is needed to ask."""
+    call, sdpa = SHAPES["gqa"], _backend("sdpa")
+    reason = "its kernels off the CPU take a bias in the dtype of the queries only"
+    for dtype, device, mods, want in (
+        (torch.bfloat16, "meta", [ALiBi(15)], reason),
+        (torch.float16, "meta", [Bias(torch.zeros(7, 11, device="meta"))], reason),
+        (torch.bfloat16, "meta", [Bias(torch.zeros(7, 11, dtype=torch.bfloat16, device="meta"))], None),
+        (torch.bfloat16, "meta", [], None),
+        (torch.float32, "meta", [ALiBi(15)], None),
+        (torch.bfloat16, "cpu", [ALiBi(15)], None),
+    ):
+        tensors = [t.to(device) for t in call.tensors(dtype)]
+        x = prepare(*tensors, Full(), mods, None, None, 0.0, None, None, None)
+        assert sdpa.why_not(x) == want, (dtype, device, mods)

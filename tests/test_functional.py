@@ -34,7 +34,7 @@ from headwise import (
     functional,
     merge_partials,
 )
-from headwise.masks import evaluate
+from headwise.algebra import evaluate
 
 MODES = {
     "training": contextlib.nullcontext,

@@ -8,8 +8,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 # lowest first; within a layer only the pairs named may import
 LAYERS = (
-    {"errors", "positions", "philox", "projections"},
-    {"masks", "spans", "score_mods", "rotary", "schedules", "caches"},
+    {"errors", "positions", "philox", "projections", "shapes"},
+    {"algebra", "masks", "spans", "score_mods", "rotary", "schedules", "caches"},
     {"checks", "backends.base", "backends.reference", "backends.sdpa", "backends", "notation"},
     {"functional", "config"},
     {"attention", "packing"},
@@ -18,8 +18,10 @@ LAYERS = (
 )
 WITHIN = {
     ("positions", "errors"),
+    ("shapes", "errors"),
+    ("algebra", "spans"),
+    ("masks", "algebra"),
     ("masks", "spans"),
-    ("score_mods", "masks"),
     ("rotary", "schedules"),
     ("backends.reference", "backends.base"),
     ("backends.sdpa", "backends.base"),

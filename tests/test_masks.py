@@ -29,7 +29,7 @@ from headwise import (
     Window,
     attention,
 )
-from headwise.masks import evaluate
+from headwise.algebra import evaluate
 
 CALLS = {**SHAPES, **SMALL_SHAPES, "far apart": Call(rows=5, slots=7, query_start=20, key_start=13)}
 ELSEWHERE = (

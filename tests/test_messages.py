@@ -14,9 +14,9 @@ pytestmark = pytest.mark.plain
 
 CORE = Path(headwise.__file__).parent
 MODULES = (
-    "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches", "checks",
-    "config", "errors", "functional", "masks", "notation", "packing", "philox", "positions", "rotary", "schedules", "score_mods",
-    "spans",
+    "algebra", "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches",
+    "checks", "config", "errors", "functional", "masks", "notation", "packing", "philox", "positions", "rotary",
+    "schedules", "score_mods", "shapes", "spans",
 )  # fmt: skip
 
 # Texts that the table cannot reach, each with what raises it.

@@ -2,6 +2,10 @@
 
 from headwise import convert as convert
 from headwise import inspection as inspection
+from headwise.algebra import And as And
+from headwise.algebra import Mask as Mask
+from headwise.algebra import Not as Not
+from headwise.algebra import Or as Or
 from headwise.attention import MultiHeadAttention as MultiHeadAttention
 from headwise.backends import BACKENDS as BACKENDS
 from headwise.backends.base import Backend as Backend
@@ -22,16 +26,12 @@ from headwise.functional import attention as attention
 from headwise.functional import attention_weights as attention_weights
 from headwise.functional import attention_with_lse as attention_with_lse
 from headwise.functional import merge_partials as merge_partials
-from headwise.masks import And as And
 from headwise.masks import Causal as Causal
 from headwise.masks import Chunk as Chunk
 from headwise.masks import CustomMask as CustomMask
 from headwise.masks import Dense as Dense
 from headwise.masks import Document as Document
 from headwise.masks import Full as Full
-from headwise.masks import Mask as Mask
-from headwise.masks import Not as Not
-from headwise.masks import Or as Or
 from headwise.masks import Padding as Padding
 from headwise.masks import PerHead as PerHead
 from headwise.masks import Prefix as Prefix

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from headwise.algebra import Mask
 from headwise.backends.base import Backend
 from headwise.caches import FixedCache, KVCache
 from headwise.checks import (
@@ -31,7 +32,7 @@ from headwise.checks import (
 from headwise.config import arguments, describe
 from headwise.errors import ShapeError
 from headwise.functional import Observer, observed, prepare, run
-from headwise.masks import Full, Mask
+from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.projections import take_apart
 from headwise.rotary import RotaryEmbedding

@@ -9,14 +9,16 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from headwise.algebra import And, Mask, Or
 from headwise.backends import named
 from headwise.backends.base import Rows
 from headwise.caches import FixedCache, KVCache
 from headwise.errors import CacheError, ShapeError
-from headwise.masks import And, Dense, Mask, Or, PerHead, strided
+from headwise.masks import Dense, PerHead
 from headwise.positions import Positions
 from headwise.rotary import RotaryEmbedding
 from headwise.score_mods import ScoreMod
+from headwise.shapes import strided
 
 MaskLike = Mask | Bool[Tensor, "..."]
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -125,7 +127,7 @@ def check_dtype(tokens: Tensor, projection: nn.Module, name: str) -> None:
 
 
 def as_positions(positions: Any, base: Positions, query: Tensor, name: str) -> Positions:
-    """The positions of ``base.count`` tokens: as given, or ``base`` with a tensor of positions, or ``base`` for None."""
+    """Positions of ``base.count`` tokens: as given, ``base`` with a tensor of positions, or ``base`` for None."""
     if positions is None:
         return base
     if isinstance(positions, Tensor):
@@ -286,9 +288,8 @@ def complete(
                 "FixedCache."
             )
     else:
-        if isinstance(cache, FixedCache):
-            if key is None:
-                raise CacheError("A FixedCache that is empty needs key tokens; give key= in the first call.")
+        if isinstance(cache, FixedCache) and key is None:
+            raise CacheError("A FixedCache that is empty needs key tokens; give key= in the first call.")
         key = query if key is None else key
         value = key if value is None else value
         wants |= {"key": (key, layer.key_dim, layer.k_proj), "value": (value, layer.value_dim, layer.v_proj)}

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from headwise import look
+from headwise.algebra import Mask
 from headwise.attention import MultiHeadAttention
 from headwise.errors import AttentionError, ShapeError
 from headwise.explain import Explanation, details, explain
-from headwise.masks import Full, Mask
+from headwise.masks import Full
 from headwise.notation import draw, parse
 from headwise.positions import Positions
 from headwise.rotary import RotaryEmbedding

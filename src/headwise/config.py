@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.algebra import Mask
 from headwise.backends import BACKENDS
 from headwise.checks import FLOATS, check_weight_dtype
 from headwise.errors import AttentionError, ShapeError, UnsupportedError
-from headwise.masks import Full, Mask
+from headwise.masks import Full
 from headwise.notation import parse
 from headwise.rotary import RotaryEmbedding
 from headwise.schedules import (

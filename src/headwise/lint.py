@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise.masks import And, Causal, Dense, Full, Mask, Not, Or, Padding, PerHead, evaluate, spans_of
+from headwise.algebra import And, Mask, Not, Or, evaluate, spans_of
+from headwise.masks import Causal, Dense, Full, Padding, PerHead
 from headwise.positions import Positions
 
 BLOCK = 2**24  # pairs of a mask without spans that are evaluated at once

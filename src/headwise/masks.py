@@ -1,194 +1,25 @@
-"""Masks: which keys a query may attend to, as values with an algebra.
+"""Masks: which keys a query may attend to.
 
-True means *may attend*. ``Causal() & Window(4)`` is sliding-window attention, ``Causal() | Prefix(3)`` a prefix
-language model, ``~Document(ids)`` everything but one's own document. Masks compare indices (see ``Positions``).
+``Causal() & Window(4)`` is sliding-window attention, ``Causal() | Prefix(3)`` a prefix language model,
+``~Document(ids)`` everything but one's own document. Masks compare indices (see ``Positions``).
 
 A new mask is a frozen dataclass with one method, ``allowed``; ``spans`` makes it fast and ``bind`` is for masks that
 hold tensors of the call. It then works on every backend, can be drawn, and ``parse`` finds it by its name.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from headwise.algebra import Allowed, Indices, Mask
 from headwise.errors import ShapeError
 from headwise.positions import Positions, integer
+from headwise.shapes import broadcast_to_call, broadcasts, check_tile, strided
 from headwise.spans import Spans, make_runs, stack_heads
-
-Indices = Int[Tensor, "#B #H #T #S"]
-Allowed = Bool[Tensor, "#B #H #T #S"]
-
-
-class Mask(ABC):
-    """Which keys each query may attend to. Combine with ``&``, ``|`` and ``~``.
-
-    Example:
-        >>> print(draw(Causal() & ~Window(2), 4))
-        · · · ·
-        · · · ·
-        ■ · · ·
-        ■ ■ · ·
-    """
-
-    @abstractmethod
-    def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
-        """Whether query index ``q`` may attend to key index ``k``, in row ``b`` of the batch and head ``h``.
-
-        The four are int64 tensors that broadcast against each other; compute with them elementwise.
-        """
-
-    def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        """The same answer as key runs per query row, or None where runs cannot say it.
-
-        ``queries.start`` and ``keys.start`` are ints, or tensors with one number per row of the batch; both sides
-        are runs of consecutive indices here. What else a ``Positions`` can say is seen to by the caller.
-        """
-        return None
-
-    def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> "Mask":
-        """Check the sizes against a call, and align what is counted from the call's last query and key."""
-        return self
-
-    def parts(self) -> "tuple[Mask, ...]":
-        """The masks that this one is made of."""
-        return ()
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held by this mask or by its parts."""
-        for part in self.parts():
-            yield from part.tensors()
-        yield from (v for v in self._values() if isinstance(v, Tensor))
-
-    def to(self, device: torch.device | str) -> "Mask":
-        """The same mask with its tensors on another device."""
-        changes = {f.name: _moved(getattr(self, f.name), device) for f in fields(self) if f.init}  # type: ignore[arg-type]
-        return replace(self, **changes)  # type: ignore[type-var]
-
-    def _values(self) -> tuple[Any, ...]:
-        if not is_dataclass(self):
-            raise ShapeError(
-                f"{type(self).__name__} is no dataclass; put @dataclass(frozen=True, eq=False) above the class."
-            )
-        return tuple(getattr(self, f.name) for f in fields(self))
-
-    # Two masks are equal when they are of one kind and hold equal numbers; tensors are compared by identity,
-    # since comparing their contents would wait for the device.
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash((type(self), self._key()))
-
-    def _key(self) -> tuple[Any, ...]:
-        return tuple(id(v) if isinstance(v, Tensor) else v for v in self._values())
-
-    def __and__(self, other: "Mask") -> "Mask":
-        return And(self, other)
-
-    def __rand__(self, other: "Mask") -> "Mask":
-        return And(other, self)
-
-    def __or__(self, other: "Mask") -> "Mask":
-        return Or(self, other)
-
-    def __ror__(self, other: "Mask") -> "Mask":
-        return Or(other, self)
-
-    def __invert__(self) -> "Mask":
-        return Not(self)
-
-    def __bool__(self) -> bool:
-        # `Causal() and Window(3)` would be Window(3)
-        raise ShapeError("A mask is neither true nor false; join masks with &, | and ~, not with and, or and not.")
-
-
-@dataclass(frozen=True, eq=False)
-class And(Mask):
-    """Attend where both masks allow it; what ``a & b`` builds."""
-
-    a: Mask
-    b: Mask
-
-    def __post_init__(self) -> None:
-        _masks("&", self.a, self.b)
-
-    def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
-        return self.a.allowed(b, h, q, k) & self.b.allowed(b, h, q, k)
-
-    def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        a = self.a.spans(queries, keys)
-        b = self.b.spans(queries, keys) if a is not None else None
-        return a & b if a is not None and b is not None else None
-
-    def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
-        return And(self.a.bind(batch, heads, queries, keys), self.b.bind(batch, heads, queries, keys))
-
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.a, self.b)
-
-    def __repr__(self) -> str:
-        # parentheses where & binds tighter or would join from the left: parse(repr(mask)) == mask
-        a = f"({self.a!r})" if isinstance(self.a, Or) else repr(self.a)
-        return f"{a} & ({self.b!r})" if isinstance(self.b, (And, Or)) else f"{a} & {self.b!r}"
-
-
-@dataclass(frozen=True, eq=False)
-class Or(Mask):
-    """Attend where either mask allows it; what ``a | b`` builds."""
-
-    a: Mask
-    b: Mask
-
-    def __post_init__(self) -> None:
-        _masks("|", self.a, self.b)
-
-    def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
-        return self.a.allowed(b, h, q, k) | self.b.allowed(b, h, q, k)
-
-    def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        a = self.a.spans(queries, keys)
-        b = self.b.spans(queries, keys) if a is not None else None
-        return a | b if a is not None and b is not None else None
-
-    def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
-        return Or(self.a.bind(batch, heads, queries, keys), self.b.bind(batch, heads, queries, keys))
-
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.a, self.b)
-
-    def __repr__(self) -> str:
-        return f"{self.a!r} | ({self.b!r})" if isinstance(self.b, Or) else f"{self.a!r} | {self.b!r}"
-
-
-@dataclass(frozen=True, eq=False)
-class Not(Mask):
-    """Attend where the mask does not allow it; what ``~a`` builds."""
-
-    a: Mask
-
-    def __post_init__(self) -> None:
-        _masks("~", self.a)
-
-    def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
-        return ~self.a.allowed(b, h, q, k)
-
-    def spans(self, queries: Positions, keys: Positions) -> Spans | None:
-        a = self.a.spans(queries, keys)
-        return None if a is None else a.__invert__()  # torch.compile cannot trace ~ of such an object
-
-    def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
-        return Not(self.a.bind(batch, heads, queries, keys))
-
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.a,)
-
-    def __repr__(self) -> str:
-        return f"~({self.a!r})" if isinstance(self.a, (And, Or)) else f"~{self.a!r}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -722,87 +553,6 @@ class CustomMask(Mask):
         return seen
 
 
-def spans_of(mask: Mask, queries: Positions, keys: Positions) -> Spans | None:
-    """A bound mask as runs of key places per query row, or None where runs cannot say it."""
-    if queries.indices is not None or keys.indices is not None:
-        return None
-    spans = mask.spans(queries, keys)
-    if spans is None:
-        return None
-    if keys.filled is not None:  # joined after the algebra: no Not and no Or shows an empty place
-        spans = spans & Spans(spans.rows, spans.slots, last=keys.filled)
-    return spans.rolled(keys.ring)
-
-
-def evaluate(
-    mask: Mask,
-    batch: int,
-    heads: int,
-    queries: Positions,
-    keys: Positions,
-    *,
-    device: torch.device | str = "cpu",
-    head_offset: int = 0,
-    rows: slice | Int[Tensor, " R"] = slice(None),
-) -> Bool[Tensor, "#B #H R S"]:
-    """Evaluate a bound mask on chosen query rows of a call; dimensions of one are left to broadcast."""
-    q = queries.index(device)[:, rows][:, None, :, None]
-    k = keys.index(device)[:, None, None, :]
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(head_offset, head_offset + heads, device=device)[None, :, None, None]
-    seen = mask.allowed(b, h, q, k)
-    lead = seen.shape[: max(0, seen.dim() - 2)]
-    seen = seen.expand(*lead, q.shape[2], k.shape[3])[(None,) * (2 - len(lead))]
-    there = keys.there(device)  # as in spans_of
-    return seen if there is None else seen & there[:, None, None, :]
-
-
-def broadcast_to_call(shape: torch.Size, batch: int, heads: int, rows: int, slots: int, what: str) -> None:
-    """Refuse a tensor of two or four dimensions that does not broadcast to the scores of a call."""
-    call = (batch, heads, rows, slots)[4 - len(shape) :]
-    if any(n not in (1, size) for n, size in zip(shape, call, strict=True)):
-        raise ShapeError(
-            f"A {what} of shape {tuple(shape)} does not fit scores of shape {(batch, heads, rows, slots)} (batch, "
-            "heads, queries, keys); each size must be equal or 1."
-        )
-
-
-def check_tile(tensor: Tensor, what: str) -> None:
-    """Refuse a tensor that cannot lie over scores: sparse, nested, or of neither two nor four dimensions."""
-    strided(tensor, what)
-    if tensor.dim() == 3:
-        raise ShapeError(
-            f"A {what} of shape {tuple(tensor.shape)} is ambiguous: its first dimension could be the batch or the "
-            "heads. Give (queries, keys), or four dimensions that broadcast to (batch, heads, queries, keys)."
-        )
-    if tensor.dim() not in (2, 4):
-        raise ShapeError(
-            f"A {what} of shape {tuple(tensor.shape)} has {tensor.dim()} dimensions. Give (queries, keys), or four "
-            "dimensions that broadcast to (batch, heads, queries, keys)."
-        )
-
-
-def strided(tensor: Tensor, what: str) -> None:
-    """Refuse sparse and nested tensors, and other layouts that have no strides."""
-    if tensor.is_nested or tensor.layout != torch.strided:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ShapeError(f"The {what} is a {kind} tensor; make it an ordinary one, with padding or to_dense().")
-
-
-def broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    """Whether a tensor of one shape can be expanded to the other."""
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
-
-
-def _masks(sign: str, *sides: Any) -> None:
-    for side in sides:
-        if not isinstance(side, Mask):
-            kind = side.__name__ if isinstance(side, type) else type(side).__name__
-            raise ShapeError(
-                f"{sign} was given {kind}, which is no mask; wrap a boolean tensor in Dense(tensor), and call a class."
-            )
-
-
 def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
     """Check a number, or make a list of one number per row a tensor.
 
@@ -864,11 +614,3 @@ def _between(queries: Positions, keys: Positions, start: Any, stop: Any) -> Span
 
 def _rows(value: Any) -> Any:
     return value.to(torch.int64)[:, None, None, None] if isinstance(value, Tensor) else value
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, (Tensor, Mask)):
-        return value.to(device)
-    if isinstance(value, tuple) and value and isinstance(value[0], Mask):
-        return tuple(m.to(device) for m in value)
-    return value

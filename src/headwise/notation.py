@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from headwise.algebra import Mask, evaluate
 from headwise.errors import ShapeError
-from headwise.masks import Dense, Document, Mask, evaluate
+from headwise.masks import Dense, Document
 from headwise.positions import Positions, integer
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.masks import broadcast_to_call, check_tile
 from headwise.positions import integer
+from headwise.shapes import broadcast_to_call, check_tile
 
 Scores = Float[Tensor, "#B #H #T #S"]
 Places = Int[Tensor, "#B #H #T #S"]

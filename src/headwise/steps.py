@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.algebra import Mask, evaluate
 from headwise.attention import MultiHeadAttention
 from headwise.errors import ShapeError
 from headwise.explain import shape
 from headwise.lint import called
-from headwise.masks import Causal, Mask, evaluate
+from headwise.masks import Causal
 from headwise.positions import Positions
 
 WIDTH = 80

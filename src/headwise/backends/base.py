@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from headwise.algebra import Mask, evaluate, spans_of
 from headwise.errors import ShapeError
-from headwise.masks import Full, Mask, broadcasts, evaluate, spans_of
+from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
+from headwise.shapes import broadcasts
 from headwise.spans import Spans
 
 Rows = slice | Int[Tensor, " R"]

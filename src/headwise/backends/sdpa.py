@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from headwise.backends.base import Backend, Inputs
@@ -28,6 +27,10 @@ class Sdpa(Backend):
         if any((low := mod.lowered()) is None or low.kind == "softcap" for mod in x.score_mods):
             names = ", ".join(dict.fromkeys(type(mod).__name__ for mod in x.score_mods))
             return f"it cannot modify scores ({names})"
+        if x.score_mods and x.query.device.type != "cpu" and x.query.dtype.itemsize == 2:
+            tiles = x.tiles()
+            if len(x.score_mods) > 1 or not tiles or tiles[0].dtype != x.query.dtype:
+                return "its kernels off the CPU take a bias in the dtype of the queries only"
         if x.dropout_p > 0 and x.seed is not None:
             return "its dropout follows torch's generator and cannot follow a seed"
         if torch._C._functorch.maybe_current_level() is not None:
@@ -72,6 +75,8 @@ class Sdpa(Backend):
         if x.score_mods:
             zeros = torch.zeros((), dtype=_wide(query), device=query.device).expand(*query.shape[:3], x.key.shape[-2])
             tile = x.modify(zeros)[..., slots]
+            if query.device.type != "cpu":
+                tile = tile.to(query.dtype)  # torch's cuDNN kernel reads another dtype wrongly, without a word
         if tile is not None and causal:
             causal, allowed = False, x.allowed()[..., slots]
         if tile is not None and allowed is not None:
@@ -246,15 +251,16 @@ def _may_ask(x: Inputs) -> bool:
     """Whether the spans may be asked for more than they say at every size: a file that is exported runs at all."""
     if not torch.compiler.is_exporting():
         return True
-    if isinstance(x.mask, Full):
-        return x.keys.filled is None
-    starts, counts = (x.queries.start, x.keys.start), (x.queries.count, x.keys.count)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to import
+
+    if not isinstance(x.mask, Causal):
+        return isinstance(x.mask, Full) and x.keys.filled is None
+    starts = (x.queries.start, x.keys.start)
     return (
-        isinstance(x.mask, Causal)
-        and x.keys.is_run
+        x.keys.is_run
         and not any(isinstance(start, Tensor) for start in starts)
         and statically_known_true(starts[0] == starts[1])
-        and statically_known_true(counts[0] == counts[1])
+        and statically_known_true(x.queries.count == x.keys.count)
     )
 
 

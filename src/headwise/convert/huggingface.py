@@ -6,19 +6,24 @@ same. Models slice, pad and cache masks as tensors, and look for four dimensions
 not pass through all of them. The *kernel* turns what arrives into a ``Mask``, ``score_mods`` and ``sinks``,
 and takes the fastest backend that can run it.
 
+Several documents may share a row. transformers' masks keep them apart only for decoders without a cache and without
+an attention mask; the kernel does so wherever it is passed the positions that tell where documents begin.
+
 transformers is imported by ``register``, not before.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from headwise.algebra import Mask
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.functional import attention_weights, observed, prepare, run
-from headwise.masks import Causal, Dense, Full, Mask, Window
+from headwise.masks import Causal, Dense, Document, Full, Window
 from headwise.positions import Positions
 from headwise.score_mods import Bias, ScoreMod, Softcap
 
@@ -51,14 +56,13 @@ HARMLESS = frozenset(
         "past_key_value",
         "past_key_values",
         "position_embeddings",
-        "position_ids",
         "return_dict",
         "seq_idx",
         "token_type_ids",
         "use_cache",
     ]
 )
-# Where sequences begin that share a row. A mask says it too; without one it would be lost.
+# Where sequences begin that share a row. A mask says it too, and positions do; without either it would be lost.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -70,6 +74,12 @@ def register(name: str = "headwise") -> None:
     model (the one that transformers passes to its kernels, such as ``BertSelfAttention``) is called as that
     of ``MultiHeadAttention`` is. ``output_attentions=True`` returns the weights before dropout. A padding
     query that may see nothing gets zeros.
+
+    Documents that share a row stay apart where the model hands its ``position_ids`` on to its attention, as BERT,
+    RoBERTa, T5 and the decoders do: a document begins at each token, padding aside, whose position does not follow
+    that of the token before it. For the others (DistilBERT, ModernBERT) there is ``packed``. A call that continues a
+    cache is taken to continue the one document in it. A mask of four dimensions that is your own is taken as it is,
+    and cross-attention sees all of its row.
 
     Calling it again changes nothing.
 
@@ -96,7 +106,45 @@ def register(name: str = "headwise") -> None:
     if name == "eager" or taken is not kernel:
         raise UnsupportedError(f"transformers already has an attention implementation {name!r}; choose another name.")
     AttentionInterface.register(name, kernel)
-    AttentionMaskInterface.register(name, sdpa_mask)
+
+    def mask(*args: Any, **options: Any) -> Tensor | None:
+        made = sdpa_mask(*args, **options)
+        if made is not None:  # an attribute, which passes through models and compilers and costs nothing
+            made.headwise_made = (options.get("attention_mask"), options["q_offset"], options["kv_offset"])
+        return made
+
+    AttentionMaskInterface.register(name, mask)
+
+
+@contextlib.contextmanager
+def packed(model: nn.Module, position_ids: Int[Tensor, "#B T"]) -> Iterator[None]:
+    """Keep documents that share a row apart, in a model that does not pass positions on to its attention.
+
+    Inside, every attention of the model is one of a token with those of its own document.
+
+    Args:
+        model: A transformers model, or the part of one that runs on the packed tokens, such as an encoder.
+        position_ids: The positions of the tokens, such as ``headwise.pack(…).position_ids``. A document begins
+            where one does not follow the one before it.
+
+    Raises:
+        UnsupportedError: From the model, when one of its attentions is not over these tokens alone.
+
+    Example, where transformers is installed::
+
+        batch = headwise.pack(sequences_of_token_ids)
+        with headwise.convert.huggingface.packed(model, batch.position_ids):
+            out = model(input_ids=batch.tokens, position_ids=batch.position_ids)
+        states = batch.unpack(out.last_hidden_state)
+    """
+    modules = list(model.modules())
+    for module in modules:
+        module.packed_positions = position_ids
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.packed_positions
 
 
 def kernel(
@@ -112,6 +160,7 @@ def kernel(
     softcap: float | None = None,
     s_aux: Float[Tensor, " H"] | None = None,
     position_bias: Float[Tensor, "..."] | None = None,
+    position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B H T S"] | None]:
     """One call of attention, as transformers makes it.
@@ -130,6 +179,7 @@ def kernel(
         softcap: Bound of the scores.
         s_aux: An extra logit per head without a value (attention sinks).
         position_bias: Added to the scores.
+        position_ids: Where the queries stand; documents begin where a position does not follow the one before.
         others: Known not to matter, or refused.
 
     Returns:
@@ -139,7 +189,8 @@ def kernel(
         UnsupportedError: When an argument is not understood, or it is not clear what no mask means.
         ShapeError: When sizes, dtypes or devices do not fit together.
     """
-    _refuse(others, attention_mask)
+    documents = _documents(module, position_ids, attention_mask, query.shape[-2], key.shape[-2])
+    _refuse(others, attention_mask is None and documents is None)
     mods: list[ScoreMod] = [] if softcap is None else [Softcap(softcap)]
     if position_bias is not None:
         mods.append(Bias(position_bias))
@@ -156,6 +207,8 @@ def kernel(
         mods.append(Bias(attention_mask))
     else:
         mask = Dense(attention_mask)
+    if documents is not None:
+        mask = mask & documents
     observer: Callable[..., Tensor | None] | None = getattr(module, "observer", None)
     dropout_p = dropout if module.training else 0.0
     lse = "no" if observer is None else "value"
@@ -208,16 +261,65 @@ def _implied(
     return mask, Positions(rows) if 1 < rows < slots else None
 
 
-def _refuse(others: dict[str, Any], attention_mask: Tensor | None) -> None:
+def _documents(
+    module: nn.Module, position_ids: Tensor | None, attention_mask: Tensor | None, rows: int, slots: int
+) -> Document | None:
+    """The documents that share the rows of this call, if there are several and the mask may not say so."""
+    given = getattr(module, "packed_positions", None)
+    padding, start, first = getattr(attention_mask, "headwise_made", (None, 0, 0))
+    made = attention_mask is None or hasattr(attention_mask, "headwise_made")
+    crosses = (
+        "Cross" in type(module).__name__
+        or getattr(module, "is_cross_attention", False)
+        or (getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True))
+    )
+    if given is not None:
+        if crosses or rows != slots or given.shape[-1] != rows:
+            raise UnsupportedError(
+                f"packed() was given the positions of {given.shape[-1]} tokens, but {type(module).__name__} has {rows} "
+                f"queries and {slots} keys{' of cross-attention' if crosses else ''}; give it the part of the model "
+                "that runs on the packed tokens, without a cache."
+            )
+        position_ids = given
+    elif position_ids is None or rows < 2 or position_ids.shape != (*position_ids.shape[:1], rows) or not made:
+        return None
+    elif crosses or slots < rows or (slots > rows and not getattr(module, "is_causal", True)):
+        return None  # the keys are other tokens
+    reads = not (torch.compiler.is_compiling() or position_ids.is_meta)
+    if reads and not (position_ids.diff(dim=-1) != 1).any():
+        return None
+    # each token compared with the last one before it that is not padding
+    place = torch.arange(rows, device=position_ids.device)
+    real = position_ids.new_ones(position_ids.shape, dtype=torch.bool)
+    if padding is not None:
+        real = padding[:, (place + start).clamp(max=padding.shape[1] - 1)].to(place.device, torch.bool)
+    positions, real = torch.broadcast_tensors(position_ids, real)
+    before = torch.where(real, place, -1).cummax(-1).values.roll(1, -1)
+    before[:, 0] = -1
+    follows = positions == positions.gather(1, before.clamp(min=0)) + 1
+    ids = (real & ~follows & (before >= 0)).cumsum(-1)
+    if reads and not ids.any():
+        return None
+    if slots == rows:
+        return Document(ids)
+    if reads and start > 0:
+        raise UnsupportedError(
+            f"Documents begin inside {rows} tokens that continue a cache, and which of its keys belong to the first is "
+            "not known. Pass such a row in one call, or a mask of four dimensions."
+        )
+    number = torch.arange(slots, device=ids.device) + first - start  # of a key, counted from the first query
+    return Document(ids, ids[:, number.clamp(0, rows - 1)])
+
+
+def _refuse(others: dict[str, Any], joined: bool) -> None:
     for name, value in others.items():
         if value is None or value is False or name in HARMLESS:
             continue
         if name in PACKED:
-            if attention_mask is None and value.numel() > 2:
+            if joined and value.numel() > 2:
                 raise UnsupportedError(
                     f"{name} packs {value.numel() - 1} sequences into one row and there is no mask to keep "
-                    "them apart; pass position_ids that begin again with each sequence, without an attention "
-                    "mask."
+                    "them apart; pass position_ids that begin again with each sequence."
                 )
         else:
             raise UnsupportedError(

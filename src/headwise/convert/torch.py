@@ -7,9 +7,10 @@ there.
 import torch
 from torch import Tensor, nn
 
+from headwise.algebra import Mask
 from headwise.attention import MultiHeadAttention
 from headwise.errors import ConversionError, ShapeError
-from headwise.masks import Dense, Full, Mask, Padding
+from headwise.masks import Dense, Full, Padding
 from headwise.score_mods import Bias, ScoreMod
 
 
