@@ -245,7 +245,7 @@ class MultiHeadAttention(nn.Module):
 
     def _length(self, queries: Positions, keys: Positions, device: torch.device) -> Int[Tensor, ""] | None:
         """The length of the call, for a rotary schedule that follows it: one table for queries and keys."""
-        if self.rotary is None or not getattr(self.rotary, "follows_length", False):
+        if self.rotary is None or not self.rotary.follows_length:
             return None
         zero = torch.zeros(1, dtype=torch.int64, device=device)  # so that no token is a length as well
         return torch.cat([zero, queries.position(device).flatten() + 1, keys.position(device).flatten() + 1]).max()

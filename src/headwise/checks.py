@@ -339,7 +339,7 @@ def place(
                 f"The cache keeps the last {cache.keeps} tokens, but the mask lets a query look further back; join "
                 f"Window({cache.keeps}) to it, or keep more tokens."
             )
-        if getattr(layer.rotary, "follows_length", False):
+        if layer.rotary is not None and layer.rotary.follows_length:
             raise CacheError(
                 "The rotary schedule follows the length of each call, but a cache holds keys that are turned already; "
                 "give the schedule the length= that you will reach."

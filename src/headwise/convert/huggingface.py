@@ -109,8 +109,11 @@ def register(name: str = "headwise") -> None:
 
     def mask(*args: Any, **options: Any) -> Tensor | None:
         made = sdpa_mask(*args, **options)
-        if made is not None:  # an attribute, which passes through models and compilers and costs nothing
-            made.headwise_made = (options.get("attention_mask"), options["q_offset"], options["kv_offset"])
+        if made is not None:
+            start = options["q_offset"]
+            start = start.clone() if isinstance(start, Tensor) else start  # a static cache counts on in it
+            # an attribute passes through models and compilers, and costs nothing
+            made.headwise_made = (options.get("attention_mask"), start, options["kv_offset"])
         return made
 
     AttentionMaskInterface.register(name, mask)
