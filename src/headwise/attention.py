@@ -342,7 +342,7 @@ class MultiHeadAttention(nn.Module):
         shown = [f"{self.embed_dim}, {self.num_heads}"]
         defaults = {
             "num_kv_heads": self.num_heads,
-            "head_dim": self.embed_dim // self.num_heads,
+            "head_dim": self.embed_dim / self.num_heads,  # not //, which would hide one that it rounds to
             "v_head_dim": self.head_dim,
             "key_dim": self.embed_dim,
             "value_dim": self.key_dim,

@@ -283,9 +283,10 @@ class _Growing(KVCache):
     def _room(self, held: Tensor | None, new: Tensor, length: int, stop: int) -> Tensor:
         """The buffer, or a larger one that it was copied to, with room for ``stop`` tokens."""
         room = 0 if held is None else held.shape[-2]
-        if held is not None and room >= stop and not _is_frozen(held):
+        exact = self.capacity is None and torch.compiler.is_exporting()  # a file cannot ask whether there is room
+        if held is not None and not exact and room >= stop and not _is_frozen(held):
             return held
-        size = max(stop, 2 * room, 64) if self.capacity is None else self.capacity
+        size = stop if exact else max(stop, 2 * room, 64) if self.capacity is None else self.capacity
         kept = new[..., :0, :] if held is None else held[..., :length, :]
         return F.pad(kept, (0, 0, 0, size - kept.shape[-2]))
 
@@ -431,7 +432,7 @@ class RollingCache(KVCache):
                 _put(ring, tensor, stored % size, fresh)
                 self.stored[name] = ring
                 continue
-            before = torch.take_along_dim(ring, (past % size)[:, None, :, None], -2)
+            before = _picked(ring, past % size)
             everything[name] = _mixed(before, tensor, number - kept[:, None], fresh)
             self.stored[name] = _mixed(ring, tensor, token, fresh)
         self.lengths, self.length = total, self.length + rows
@@ -579,8 +580,12 @@ def _mixed(held: Stored, new: Tensor, token: Int[Tensor, "B L"], fresh: Int[Tens
     if new.shape[-2] == 0:
         return held
     is_new: Bool[Tensor, "B 1 L 1"] = ((token >= 0) & (token < fresh[:, None]))[:, None, :, None]
-    picked = torch.take_along_dim(new, token.clamp(0, new.shape[-2] - 1)[:, None, :, None], -2)
-    return torch.where(is_new, picked, held)
+    return torch.where(is_new, _picked(new, token.clamp(0, new.shape[-2] - 1)), held)
+
+
+def _picked(held: Tensor, place: Int[Tensor, "B L"]) -> Stored:
+    # not take_along_dim, which makes a compiler settle on the sizes
+    return held.gather(-2, place[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3]))
 
 
 def _put(held: Stored, new: Float[Tensor, "B K 1 D"] | Int[Tensor, "B A 1 1"], place: Tensor, fresh: Tensor) -> None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from headwise.algebra import Mask
@@ -110,10 +111,10 @@ def register(name: str = "headwise") -> None:
     def mask(*args: Any, **options: Any) -> Tensor | None:
         made = sdpa_mask(*args, **options)
         if made is not None:
-            start = options["q_offset"]
+            start = options.get("q_offset", 0)
             start = start.clone() if isinstance(start, Tensor) else start  # a static cache counts on in it
             # an attribute passes through models and compilers, and costs nothing
-            made.headwise_made = (options.get("attention_mask"), start, options["kv_offset"])
+            made.headwise_made = (options.get("attention_mask"), start, options.get("kv_offset", 0))
         return made
 
     AttentionMaskInterface.register(name, mask)
@@ -291,16 +292,11 @@ def _documents(
     reads = not (torch.compiler.is_compiling() or position_ids.is_meta)
     if reads and not (position_ids.diff(dim=-1) != 1).any():
         return None
-    # each token compared with the last one before it that is not padding
-    place = torch.arange(rows, device=position_ids.device)
-    real = position_ids.new_ones(position_ids.shape, dtype=torch.bool)
+    real = None
     if padding is not None:
-        real = padding[:, (place + start).clamp(max=padding.shape[1] - 1)].to(place.device, torch.bool)
-    positions, real = torch.broadcast_tensors(position_ids, real)
-    before = torch.where(real, place, -1).cummax(-1).values.roll(1, -1)
-    before[:, 0] = -1
-    follows = positions == positions.gather(1, before.clamp(min=0)) + 1
-    ids = (real & ~follows & (before >= 0)).cumsum(-1)
+        place = torch.arange(rows, device=padding.device) + start
+        real = padding[:, place.clamp(max=padding.shape[1] - 1)].to(position_ids.device, torch.bool)
+    ids = _numbered(position_ids, real)
     if reads and not ids.any():
         return None
     if slots == rows:
@@ -312,6 +308,18 @@ def _documents(
         )
     number = torch.arange(slots, device=ids.device) + first - start  # of a key, counted from the first query
     return Document(ids, ids[:, number.clamp(0, rows - 1)])
+
+
+def _numbered(position_ids: Int[Tensor, "#B T"], real: Bool[Tensor, "#B T"] | None) -> Int[Tensor, "#B T"]:
+    """The number of each token's document: a new one where a position does not follow that of the real one before."""
+    if real is None:
+        return F.pad((position_ids.diff(dim=-1) != 1).cumsum(-1), (1, 0))
+    position_ids, real = torch.broadcast_tensors(position_ids, real)
+    place = torch.arange(real.shape[-1], device=real.device)
+    last = torch.where(real, place, -1).cummax(-1).values
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
+    follows = position_ids == position_ids.gather(1, before.clamp(min=0)) + 1
+    return (real & (before >= 0) & ~follows).cumsum(-1)
 
 
 def _refuse(others: dict[str, Any], joined: bool) -> None:
