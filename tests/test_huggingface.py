@@ -1,5 +1,6 @@
-"""The transformers plug-in against eager: hidden states, gradients, padding, caches, and what models hand over."""
+"""The transformers plug-in against eager: hidden states, gradients, padding, caches, documents in one row."""
 
+import contextlib
 import copy
 import sys
 
@@ -27,6 +28,13 @@ def _registered():
 def bert_base():
     """BERT of base size: 12 layers of 12 heads on 768 features, with random weights."""
     return made("BertForMaskedLM", "BertConfig", {"vocab_size": V})
+
+
+@pytest.fixture(scope="module")
+def narrow_bert():
+    """The same on 156 features."""
+    options = {"vocab_size": V, "hidden_size": 156, "intermediate_size": 40, "initializer_range": 0.045}
+    return made("BertForMaskedLM", "BertConfig", options)
 
 
 GPT2 = {
@@ -107,7 +115,7 @@ def three(models, inputs, **more):
 
 
 @pytest.mark.parametrize("padding", ["no mask", "padded"])
-@pytest.mark.parametrize("family", ["bert_base", "gpt2_base"])
+@pytest.mark.parametrize("family", [pytest.param("bert_base", marks=pytest.mark.slow), "narrow_bert", "gpt2_base"])
 def test_equals_eager(family, padding, request):
     models = request.getfixturevalue(family)
     inputs, real = batch(padding)
@@ -161,40 +169,6 @@ def test_rows_that_see_nothing_are_zero(gpt2):
     dead = torch.zeros(B, 12, T, dtype=torch.bool)
     dead[2, :, :PAD] = True
     assert (out[dead] == 0).all() and (lse[dead] == -torch.inf).all() and lse[~dead].isfinite().all()
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padding", ["no mask", "left"])
-def test_generates_as_eager(gpt2, padding, cache):
-    inputs, _ = batch("no mask")
-    if padding == "left":
-        real = torch.ones(B, T, dtype=torch.bool)
-        real[1, :PAD] = real[2, : PAD + 1] = False
-        inputs = {"input_ids": inputs["input_ids"].masked_fill(~real, 0), "attention_mask": real.long()}
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "use_cache": True}
-    options["no_repeat_ngram_size"] = 1  # or random weights answer with one token, which would compare nothing
-    if cache == "static":
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    found = []
-    for model, name in ((gpt2[0], "headwise"), (gpt2[1], "eager"), (gpt2[0], "eager")):
-        model.set_attn_implementation(name)
-        found.append(model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True))
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    for got, want, plain in zip(*(out.logits for out in found), strict=True):
-        assert_as_good_as(got, want.double(), plain, terms=156)
-
-
-def test_a_cache_filled_in_parts(gpt2):
-    """Several queries after several cached keys: neither their first rows nor their shapes coincide."""
-    inputs, real = batch("padded")
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with torch.no_grad():
-        _, want, plain = three(gpt2, inputs)
-        gpt2[0].set_attn_implementation("headwise")
-        first = gpt2[0](input_ids=ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
-        second = gpt2[0](input_ids=ids[:, 4:], attention_mask=mask, cache=first.cache, use_cache=True)
-    got = torch.cat([first.logits, second.logits], 1)[real]
-    assert_as_good_as(got, want.logits[real], plain.logits[real], terms=156)
 
 
 def test_observer(bert):
@@ -266,63 +240,486 @@ SMALL = {
 }
 
 
-# What each family adds: grouped heads, windows, a cap, sinks, biases, cross-attention, no mask at all.
-FAMILIES = {
-    "grouped heads": ("LlamaModel", "LlamaConfig", SMALL),
-    "window": ("MistralModel", "MistralConfig", SMALL | {"sliding_window": 4}),
-    "wide window": ("MistralModel", "MistralConfig", SMALL | {"sliding_window": 64}),
-    "softcap": (
-        "Gemma2Model", "Gemma2Config",
+FEW = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+LAYERS = {
+    "vocab_size": V, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6, "encoder_ffn_dim": 40, "decoder_ffn_dim": 40, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2, "init_std": 0.3,
+}  # fmt: skip
+TINY_GPT2 = GPT2 | {"n_layer": 2, "n_embd": 48, "n_head": 6, "initializer_range": 0.2}
+TOWER = FEW | {"hidden_size": 48, "projection_dim": 16, "image_size": 12, "patch_size": 4}
+
+# What each family adds: grouped heads, windows, a cap, sinks.
+DECODERS = {
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config", TINY_GPT2),
+    "GPTNeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", FEW),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", SMALL),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": 4}),
+    "Qwen3": (
+        "Qwen3ForCausalLM", "Qwen3Config",
+        SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "Gemma2": (
+        "Gemma2ForCausalLM", "Gemma2Config",
         SMALL | {"sliding_window": 4, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
     ),
-    "sinks": (
-        "GptOssModel", "GptOssConfig",
+    "GptOss": (
+        "GptOssForCausalLM", "GptOssConfig",
         SMALL | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1,
                  "experts_implementation": "eager"},
     ),
-    "bidirectional window": (
-        "ModernBertModel", "ModernBertConfig",
-        SMALL | {"local_attention": 6, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+}  # fmt: skip
+WINDOWS = ["Mistral", "Qwen3", "Gemma2", "GptOss"]
+
+ENCODERS = {
+    "Bert": ("BertModel", "BertConfig", FEW),
+    "Roberta": ("RobertaModel", "RobertaConfig", FEW),
+    "DistilBert": (
+        "DistilBertModel", "DistilBertConfig",
+        {"vocab_size": V, "dim": 48, "n_heads": 6, "n_layers": 2, "hidden_dim": 40, "initializer_range": 0.2},
     ),
-    "position bias and cross-attention": (
-        "T5Model", "T5Config",
-        {"vocab_size": V, "d_model": 48, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6,
-         "decoder_start_token_id": 0, "initializer_factor": 1.0},
+    "ModernBert": (
+        "ModernBertModel", "ModernBertConfig",
+        FEW | {"local_attention": 6, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    "T5 encoder": (
+        "T5EncoderModel", "T5Config",
+        {"vocab_size": V, "d_model": 48, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6},
     ),
 }  # fmt: skip
+
+# Cross-attention and its caches; T5 adds a bias for positions.
+ENCODER_DECODERS = {
+    "T5": (
+        "T5ForConditionalGeneration", "T5Config",
+        {"vocab_size": V, "d_model": 48, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 6,
+         "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": None},
+    ),
+    "Bart": ("BartForConditionalGeneration", "BartConfig", LAYERS | {"forced_eos_token_id": None}),
+    "Marian": ("MarianMTModel", "MarianConfig", LAYERS | {"decoder_vocab_size": V, "forced_eos_token_id": None}),
+    "Whisper": (
+        "WhisperForConditionalGeneration", "WhisperConfig",
+        LAYERS | {"num_mel_bins": 5, "max_source_positions": 9, "max_target_positions": 32,
+                  "suppress_tokens": None, "begin_suppress_tokens": None},
+    ),
+}  # fmt: skip
+
+# Images and sound: no mask at all, keys fewer than queries, two towers.
+OTHERS = {
+    "ViT": (
+        "ViTModel", "ViTConfig",
+        {"image_size": 12, "patch_size": 4, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6,
+         "intermediate_size": 40},
+    ),
+    "CLIP": (
+        "CLIPModel", "CLIPConfig",
+        {"text_config": TOWER | {"eos_token_id": 96, "bos_token_id": 1}, "vision_config": TOWER, "projection_dim": 16},
+    ),
+    "Wav2Vec2": (
+        "Wav2Vec2Model", "Wav2Vec2Config",
+        {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40,
+         "conv_dim": (16, 16), "conv_stride": (3, 2), "conv_kernel": (4, 3), "num_feat_extract_layers": 2,
+         "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"},
+    ),
+    "Segformer": (
+        "SegformerModel", "SegformerConfig",
+        {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [12, 24],
+         "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [2, 3], "mlp_ratios": [2, 2]},
+    ),
+}  # fmt: skip
+FAMILIES = DECODERS | ENCODERS | ENCODER_DECODERS | OTHERS
+
+_kept = {}
+
+
+def family(name):
+    """A small model of a family, with the same in float64."""
+    if name not in _kept:
+        _kept[name] = made(*FAMILIES[name])
+    return _kept[name]
+
+
+def inputs_of(name, padding):
+    """What a model takes, and which of the tokens that it gives back are real (None: all)."""
+    inputs, real = batch(padding)
+    images = randn(B, 3, 12, 12)
+    if name == "CLIP":
+        return inputs | {"pixel_values": images}, None
+    if name in ("ViT", "Segformer"):
+        return {"pixel_values": images}, None
+    if name == "Wav2Vec2":
+        heard = torch.arange(80) < torch.tensor([80, 41, 80])[:, None]
+        mask = {} if padding == "no mask" else {"attention_mask": heard.long()}
+        return {"input_values": randn(B, 80) * heard} | mask, None
+    if name == "Whisper":
+        mask = {} if padding == "no mask" else {"decoder_attention_mask": inputs["attention_mask"]}
+        return {"input_features": randn(B, 5, 18), "decoder_input_ids": inputs["input_ids"]} | mask, real
+    if name in ENCODER_DECODERS:
+        return inputs | {"decoder_input_ids": inputs["input_ids"][:1, :5].expand(B, -1)}, None
+    return inputs, real
 
 
 # Not at the start: some of these models take softmax in float32 even in float64, where eager then answers NaN for a
 # query that sees nothing, and so for all that follow.
 @pytest.mark.parametrize("padding", ["no mask", "padded at the end"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_families(family, padding):
-    models = made(*FAMILIES[family])
-    inputs, real = batch(padding)
-    if family.startswith("position bias"):
-        inputs, real = {**inputs, "decoder_input_ids": inputs["input_ids"][:, :5]}, torch.ones(B, 5, dtype=torch.bool)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name, padding):
+    inputs, real = inputs_of(name, padding)
     with torch.no_grad():
-        got, want, plain = (out[0][real] for out in three(models, inputs))
+        outs = three(family(name), inputs)
+    for key in [k for k, v in outs[0].items() if torch.is_tensor(v)]:
+        got, want, plain = (out[key] for out in outs)
+        if real is not None and got.shape[:2] == real.shape:
+            got, want, plain = got[real], want[real], plain[real]
+        assert_as_good_as(got, want.double(), plain, terms=48, what=key)
+
+
+# Tokens that follow one another without the model's end or a repetition: random weights would answer with one token,
+# which would compare nothing.
+FREE = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "no_repeat_ngram_size": 1}
+WAYS = {
+    "dynamic cache": {},
+    "static cache": {"cache_implementation": "static", "disable_compile": True},
+    "no cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "chunked prefill": {"prefill_chunk_size": 3},
+}
+
+
+def generated(model, implementation, inputs, way):
+    model.set_attn_implementation(implementation)
+    more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    return model.generate(**inputs, **FREE, **WAYS[way], **more)
+
+
+@pytest.mark.parametrize("padding", ["padded", pytest.param("no mask", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "way"),  # an encoder takes its tokens at once
+    [(n, w) for n in (*DECODERS, *ENCODER_DECODERS) for w in WAYS if n in DECODERS or w != "chunked prefill"],
+)
+@torch.no_grad()
+def test_generates_as_each_row_alone(name, way, padding):
+    """Equal tokens, and the logits behind them, from padded rows as from each row alone in float64."""
+    ids, real = batch("no mask")[0]["input_ids"], torch.ones(B, T, dtype=torch.bool)
+    if name == "Whisper":  # its prompt has no padding, its sound is padded to one length
+        inputs = {"input_features": randn(B, 5, 18), "decoder_input_ids": ids}
+        rows = [{key: value[i : i + 1] for key, value in inputs.items()} for i in range(B)]
+    else:
+        if padding == "padded" and name in DECODERS:
+            real[1, :PAD] = real[2, : PAD + 1] = False
+        elif padding == "padded":
+            real[1, -PAD:] = real[2, : PAD + 1] = False
+        inputs = {"input_ids": ids.masked_fill(~real, 0), "attention_mask": real.long()}
+        rows = [{"input_ids": ids[i : i + 1, r]} for i, r in enumerate(real)]
+        if name in ("T5", "Bart", "Marian"):  # padding in front moves the positions of an encoder
+            rows[2] = {key: value[2:] for key, value in inputs.items()}
+    single, double = family(name)
+    got, plain = (generated(single, implementation, inputs, way) for implementation in ("headwise", "eager"))
+    wants = [generated(double, "eager", double_of(row), way) for row in rows]
+    new = [out.sequences[:, -5:] for out in (got, plain)]
+    assert torch.equal(new[0], torch.cat([want.sequences[:, -5:] for want in wants]))
+    assert new[0].unique().numel() > 5
+    if way == "beams":
+        want = torch.cat([want.sequences_scores for want in wants])
+        assert_as_good_as(got.sequences_scores, want.double(), plain.sequences_scores, terms=48, inner=10.0)
+        return
+    for step, logits in enumerate(got.logits):
+        want = torch.cat([want.logits[step] for want in wants])
+        assert_as_good_as(logits, want.double(), plain.logits[step], terms=48, what=f"step {step}")
+
+
+def double_of(inputs):
+    return {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def caches_of(name, config):
+    return {
+        "dynamic": lambda: transformers.DynamicCache(config=config),
+        "every token": transformers.DynamicCache,  # also beyond the window
+        "static": lambda: transformers.StaticCache(config=config, max_cache_len=T + 6),
+    }[name]()
+
+
+@pytest.mark.parametrize("chunks", [[4, 1, 1, 1], [3, 2, 2], pytest.param([1] * T, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("cache", ["dynamic", "every token", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_a_cache_filled_in_parts(name, cache, chunks):
+    """Any chunking of padded rows gives each row's real tokens what the row alone gives in one pass."""
+    inputs, real = batch("padded")
+    real[0, 2] = False  # and a hole, as where a padded conversation went on
+    ids, positions = inputs["input_ids"], (real.long().cumsum(-1) - 1).clamp(min=0)
+    single, double = family(name)
+    plain = run(single, "eager", {"input_ids": ids, "attention_mask": real.long(), "position_ids": positions}).logits
+    single.set_attn_implementation("headwise")
+    kept, parts, start = caches_of(cache, single.config), [], 0
+    for count in chunks:
+        stop = start + count
+        part = {"input_ids": ids[:, start:stop], "position_ids": positions[:, start:stop]}
+        parts.append(single(**part, attention_mask=real[:, :stop].long(), cache=kept).logits)
+        start = stop
+    got = torch.cat(parts, 1)
+    for i in range(B):
+        want = run(double, "eager", {"input_ids": ids[i : i + 1, real[i]]}).logits[0]
+        assert_as_good_as(got[i, real[i]], want.double(), plain[i, real[i]], terms=48, what=f"row {i}")
+
+
+# Rows of several documents, of different lengths in each row.
+LENGTHS = [[3, 2, 4], [5, 4]]
+ROWS = torch.randint(5, V, (2, 9), generator=torch.Generator().manual_seed(2))
+PLACES = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+def output(out):
+    return out["logits"] if "logits" in out else out[0]
+
+
+_alone = {}
+
+
+def alone(name):
+    """What each document gives alone, side by side: by eager in float64 and in float32."""
+    if name not in _alone:
+        outs = []
+        for model in reversed(family(name)):
+            parts = [row.split(counts) for row, counts in zip(ROWS, LENGTHS, strict=True)]
+            rows = [[output(run(model, "eager", {"input_ids": part[None]})) for part in row] for row in parts]
+            outs.append(torch.cat([torch.cat(row, 1) for row in rows]))
+        _alone[name] = outs[0].double(), outs[1]
+    return _alone[name]
+
+
+def first_position(name):
+    """RoBERTa counts positions from the number after its padding token's."""
+    return 1 if name == "Roberta" else 0
+
+
+@pytest.mark.parametrize("rows", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cache", ["none", "the model's", "dynamic", "every token", "static"])
+@pytest.mark.parametrize("mask", ["no mask", "ones", pytest.param("padding", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_documents_of_a_decoder_stay_apart(name, mask, cache, rows):
+    """transformers' masks tell documents apart only without an attention mask and a cache (and in gpt-oss never)."""
+    model = family(name)[0]
+    want, plain = (x[:rows] for x in alone(name))
+    inputs, size = {"input_ids": ROWS[:rows], "position_ids": PLACES[:rows]}, 9
+    if mask == "padding":
+        inputs["input_ids"] = torch.cat([inputs["input_ids"], torch.zeros(rows, 2, dtype=torch.long)], 1)
+        inputs["position_ids"] = torch.cat([inputs["position_ids"], torch.tensor([[1, 0]]).expand(rows, -1)], 1)
+    if mask != "no mask":
+        inputs["attention_mask"] = (torch.arange(inputs["input_ids"].shape[1]) < size).long().expand(rows, -1)
+    if cache not in ("none", "the model's"):
+        inputs["cache"] = caches_of(cache, model.config)
+    got = run(model, "headwise", inputs, use_cache=cache != "none").logits[:, :size]
+    assert_as_good_as(got, want, plain, terms=48)
+
+
+@pytest.mark.parametrize("mask", ["no mask", "ones", "padding"])
+@pytest.mark.parametrize("name", ENCODERS)
+@torch.no_grad()
+def test_documents_of_an_encoder_stay_apart(name, mask):
+    """By the positions that its attention is passed; where it is passed none, by those given to ``packed``."""
+    model, places = family(name)[0], PLACES
+    inputs = {"input_ids": ROWS}
+    if mask == "padding":
+        inputs["input_ids"] = torch.cat([ROWS, torch.zeros(2, 2, dtype=torch.long)], 1)
+        places = torch.cat([places, torch.tensor([[5, 0]]).expand(2, -1)], 1)
+    if mask != "no mask":
+        inputs["attention_mask"] = (torch.arange(inputs["input_ids"].shape[1]) < 9).long().expand(2, -1)
+    inputs["position_ids"] = places + first_position(name)
+    apart = huggingface.packed(model, places) if name in ("DistilBert", "ModernBert") else contextlib.nullcontext()
+    with apart:
+        got = run(model, "headwise", inputs)[0][:, :9]
+    assert_as_good_as(got, *alone(name), terms=48)
+    assert not any(hasattr(module, "packed_positions") for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@torch.no_grad()
+def test_win_5_one_document_does_not_see_another(name):
+    """Changing the first document leaves the rows of the others as they are, to the last bit."""
+    model, outs = family(name)[0], []
+    for change in (0, 1):
+        ids = ROWS.clone()
+        ids[:, :3] = (ids[:, :3] + change) % V
+        inputs = {"input_ids": ids, "position_ids": PLACES, "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+        outs.append(output(run(model, "headwise", inputs)))
+    assert torch.equal(outs[0][0, 3:], outs[1][0, 3:]) and torch.equal(outs[0][1, 5:], outs[1][1, 5:])
+    assert not torch.equal(outs[0][:, :3], outs[1][:, :3])
+
+
+def test_gradients_of_documents():
+    single, double = family("Llama")
+    names, grads = [name for name, _ in single.named_parameters()], []
+    ones = torch.ones(2, 9, dtype=torch.long)
+    out = run(single, "headwise", {"input_ids": ROWS, "position_ids": PLACES, "attention_mask": ones}).logits
+    for model in (single, double, single):
+        if grads:
+            parts = [row.split(counts) for row, counts in zip(ROWS, LENGTHS, strict=True)]
+            outs = [[run(model, "eager", {"input_ids": part[None]}).logits for part in row] for row in parts]
+            out = torch.cat([torch.cat(row, 1) for row in outs])
+        loss = torch.nn.functional.cross_entropy(out.flatten(0, 1), ROWS.flatten())
+        grads.append(torch.autograd.grad(loss, list(model.parameters())))
+    for name, got, want, plain in zip(names, *grads, strict=True):
+        assert_as_good_as(got, want, plain, terms=48, what=name)
+
+
+def positions_of(real, padding):
+    """Positions of real tokens counted on over padding, whose own are given."""
+    counted = real.long().cumsum(-1) - 1
+    return counted if padding == "counted on" else counted.masked_fill(~real, padding)
+
+
+@pytest.mark.parametrize("padding", [0, 1, "counted on"])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mistral", "Bert", "Roberta"])
+@torch.no_grad()
+def test_padding_begins_no_document(name, padding):
+    """Odd positions of padding, in front, behind and in the middle, change nothing for the real tokens around it."""
+    inputs, real = batch("padded")
+    real[0, 2:4] = False
+    positions = (positions_of(real, padding) + first_position(name)).clamp(min=0)
+    single, double = family(name)
+    inputs = {"input_ids": inputs["input_ids"], "attention_mask": real.long(), "position_ids": positions}
+    got, plain = (output(run(single, implementation, inputs)) for implementation in ("headwise", "eager"))
+    for i in range(B):
+        want = output(run(double, "eager", {"input_ids": inputs["input_ids"][i : i + 1, real[i]]}))[0]
+        assert_as_good_as(got[i, real[i]], want.double(), plain[i, real[i]], terms=48, what=f"row {i}")
+
+
+@torch.no_grad()
+def test_padding_queries():
+    """What nobody should read: zeros where they may see nothing, what the real tokens say elsewhere."""
+    model, (inputs, real) = family("Llama")[0], batch("padded")
+    positions = positions_of(real, 0)
+    seen, attention = [], model.model.layers[0].self_attn
+    attention.observer = lambda x, out, lse: seen.append((x.allowed().expand(B, 6, T, T), out))
+    try:
+        run(model, "headwise", inputs | {"position_ids": positions})
+    finally:
+        del attention.observer
+    ((allowed, out),) = seen
+    sees = torch.tensor(
+        [[min(t + 1, T - PAD if i == 1 else T) - (PAD if i == 2 else 0) for t in range(T)] for i in range(B)]
+    )
+    assert torch.equal(allowed.sum(-1), sees.clamp(min=0)[:, None].expand(B, 6, T))
+    assert (out[2, :, :PAD] == 0).all() and (out[1, :, -PAD:] != 0).all()
+
+
+@pytest.mark.parametrize("implementation", ["headwise", "sdpa"])
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_is_taken_as_it_is(implementation):
+    """Two continuations of one beginning share positions, which makes them no documents where a mask says what is."""
+    single, double = family("Llama")
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril()
+    allowed[4:, 2:4] = False
+    ids, places = ROWS[:1, :6], torch.tensor([[0, 1, 2, 3, 2, 3]])
+    inputs = {"input_ids": ids, "position_ids": places, "attention_mask": allowed[None, None]}
+    got = run(single, implementation, inputs).logits
+    ways = [[0, 1, 2, 3], [0, 1, 4, 5]]
+    want, plain = (
+        torch.cat([run(m, "eager", {"input_ids": ids[:, way]}).logits[:, -2:] for way in ways], 1)
+        for m in (double, single)
+    )
+    assert_as_good_as(got[:, 2:], want.double(), plain, terms=48)
+
+
+@torch.no_grad()
+def test_cross_attention_sees_its_whole_row():
+    """Documents of the decoder, whose tokens are as many as those that it looks at, say nothing of these."""
+    options = FEW | {"is_decoder": True, "add_cross_attention": True}
+    models = made("BertLMHeadModel", "BertConfig", options)
+    states = {"encoder_hidden_states": randn(1, 9, 48)}
+    got = run(models[0], "headwise", {"input_ids": ROWS[:1], "position_ids": PLACES[:1]} | states).logits
+    want, plain = (
+        torch.cat([run(m, "eager", {"input_ids": p} | s).logits for p in ROWS[:1].split(LENGTHS[0], 1)], 1)
+        for m, s in zip(reversed(models), (double_of(states), states), strict=True)
+    )
     assert_as_good_as(got, want.double(), plain, terms=48)
 
 
-def test_images_without_a_mask():
-    options = {"image_size": 12, "patch_size": 4, "hidden_size": 48, "num_hidden_layers": 2}
-    models = made("ViTModel", "ViTConfig", options | {"num_attention_heads": 6, "intermediate_size": 40})
-    with torch.no_grad():
-        assert_as_good_as(*(out[0] for out in three(models, {"pixel_values": randn(B, 3, 12, 12)})), terms=48)
+@torch.no_grad()
+def test_where_documents_cannot_be_known():
+    model = family("Llama")[0]
+    first = run(model, "headwise", {"input_ids": ROWS[:, :4]})
+    more = {"position_ids": torch.tensor([[4, 0, 1]]).expand(2, -1), "cache": first.cache}
+    with pytest.raises(UnsupportedError, match=r"Documents begin inside 3 tokens that continue a cache"):
+        run(model, "headwise", {"input_ids": ROWS[:, 4:7]} | more)
+    model = family("T5")[0]
+    with (
+        pytest.raises(UnsupportedError, match=r"positions of 9 tokens, but T5Attention has 9 queries .* of cross-att"),
+        huggingface.packed(model.decoder, PLACES),
+    ):
+        run(model, "headwise", {"input_ids": ROWS, "decoder_input_ids": ROWS})
+    with (
+        pytest.raises(UnsupportedError, match=r"positions of 9 tokens, but T5Attention has 5 queries and 5 keys;"),
+        huggingface.packed(model, PLACES),
+    ):
+        run(model, "headwise", {"input_ids": ROWS, "decoder_input_ids": ROWS[:, :5]})
+    assert not any(hasattr(module, "packed_positions") for module in model.modules())
 
 
-def test_packed_sequences_stay_apart():
-    """Positions that begin again tell transformers where a sequence begins; its mask tells the kernel."""
-    models = made(*FAMILIES["grouped heads"])
-    ids = batch("no mask")[0]["input_ids"]
-    inputs = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(B, -1)}
-    with torch.no_grad():
-        got, want, plain = (out[0] for out in three(models, inputs, use_cache=False))
-        alone = run(models[1], "eager", {"input_ids": ids[:, 3:]}, use_cache=False)[0]
-    assert_as_good_as(got, want.double(), plain, terms=48)
-    assert_as_good_as(got[:, 3:], alone.double(), plain[:, 3:], terms=48)
+@torch.no_grad()
+def test_an_observer_sees_documents():
+    model, seen = family("Bert")[0], []
+    attention = model.encoder.layer[1].attention.self
+    attention.observer = lambda x, out, lse: seen.append(x.allowed())
+    try:
+        run(model, "headwise", {"input_ids": ROWS, "position_ids": PLACES})
+    finally:
+        del attention.observer
+    number = (PLACES == 0).cumsum(-1)
+    assert torch.equal(seen[0].expand(2, 6, 9, 9)[:, 0], number[:, :, None] == number[:, None])
+
+
+@pytest.mark.plain
+@pytest.mark.parametrize("mask", ["ones", pytest.param("no mask", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "cache"), [("Bert", "none"), pytest.param("Llama", "none", marks=pytest.mark.slow), ("Llama", "static")]
+)
+@torch.no_grad()
+def test_documents_in_compiled_models(name, cache, mask):
+    model = family(name)[0]
+    model.set_attn_implementation("headwise")
+    inputs = {"input_ids": ROWS, "position_ids": PLACES}
+    if mask == "ones":
+        inputs["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+    if cache == "static":
+        inputs["cache"] = caches_of("static", model.config)
+        inputs["cache"].early_initialization(2, 2, 8, torch.float32, "cpu")
+    torch.compiler.reset()
+    got = output(torch.compile(model, fullgraph=True, backend="eager")(**inputs))
+    assert_as_good_as(got, *alone(name), terms=48)
+
+
+@pytest.mark.plain
+@torch.no_grad()
+def test_a_compiled_step_with_a_static_cache():
+    """One graph for every step of a left-padded batch, with the tokens and logits of eager."""
+    single, double = family("Llama")
+    inputs, real = batch("padded")
+    ids, mask, count = inputs["input_ids"], real.long(), 5
+    ids[1], mask[1] = ids[0].flip(0), 1
+    single.set_attn_implementation("headwise")
+    cache = transformers.StaticCache(config=single.config, max_cache_len=T + count)
+    cache.early_initialization(B, 2, 8, torch.float32, "cpu")
+    places = positions_of(mask.bool(), 0)
+    logits = [single(input_ids=ids, attention_mask=mask, position_ids=places, cache=cache).logits[:, -1]]
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(single, fullgraph=True, backend=counter, dynamic=False)
+    for i in range(count):
+        token = logits[-1].argmax(-1, keepdim=True)
+        ids = torch.cat([ids, token], 1)
+        # the mask of its full length, as generate prepares it, so that no size changes
+        full = torch.nn.functional.pad(torch.cat([mask, torch.ones(B, i + 1, dtype=torch.long)], 1), (0, count - i - 1))
+        place = (places[:, -1:] + i + 1).contiguous()
+        logits.append(step(input_ids=token, attention_mask=full, position_ids=place, cache=cache).logits[:, -1])
+    assert counter.frame_count == 1
+    for i, kept in enumerate(mask.bool()):
+        row = torch.cat([ids[i, :T][kept], ids[i, T:]])[None]
+        want, plain = (run(m, "eager", {"input_ids": row}).logits[0, -count - 1 :] for m in (double, single))
+        assert_as_good_as(torch.stack(logits, 1)[i], want.double(), plain, terms=48)
 
 
 class Attention(nn.Module):
@@ -386,7 +783,7 @@ def test_order_of_cap_bias_and_mask():
     [
         ({"indices": torch.zeros(1)}, "passes indices= .* may not ignore"),
         ({"something_new": 3}, "passes something_new="),
-        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "cu_seq_lens_q packs 2 sequences"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5])}, "cu_seq_lens_q packs 2 sequences .* pass position_ids"),
         ({"module": Attention()}, "Attention gave no mask .* set is_causal"),
         ({"is_causal": False, "sliding_window": 3}, "window of 3 for 5 keys"),
         ({"mask": torch.ones(B, 5, dtype=torch.bool)}, r"a mask \(3, 5\); one of four dimensions"),
@@ -407,6 +804,9 @@ def test_what_does_not_matter_is_known():
     mask = torch.ones(B, 1, 5, 5, dtype=torch.bool)
     packed = call(mask=mask, cu_seq_lens_q=torch.tensor([0, 2, 5]))[0][0]
     assert torch.equal(packed, call(mask=mask)[0][0])
+    (got, _), x = call(position_ids=torch.tensor([[0, 1, 0, 1, 2]]), cu_seq_lens_q=torch.tensor([0, 2, 5]))
+    apart = headwise.Causal() & headwise.Document.from_lengths([2, 3])
+    assert torch.equal(got, headwise.attention(*x, mask=apart).transpose(1, 2))
 
 
 def test_registering_again_and_under_other_names():

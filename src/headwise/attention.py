@@ -236,11 +236,7 @@ class MultiHeadAttention(nn.Module):
         if norm is not None and not self.rotate_first:
             x = norm(x)
         if self.rotary is not None:
-            x = (
-                self.rotary(x, at.position(x.device))
-                if length is None
-                else self.rotary(x, at.position(x.device), length)
-            )
+            x = self.rotary(x, at.position(x.device), length)
         return norm(x) if norm is not None and self.rotate_first else x
 
     def _length(self, queries: Positions, keys: Positions, device: torch.device) -> Int[Tensor, ""] | None:

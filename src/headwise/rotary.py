@@ -139,12 +139,12 @@ class RotaryEmbedding(nn.Module):
         # apart. An elementwise product, since autocast would turn a matmul into half precision.
         wide = torch.promote_types(x.dtype, torch.float32)
         frequencies = self._frequencies(wide, x.device, self._length(position, length))
-        angle_BTF = self._coordinates(position).to(wide) * frequencies
-        cos_BTF, sin_BTF = angle_BTF.cos(), angle_BTF.sin()
+        angle_B1TF = self._coordinates(position).to(wide) * frequencies
+        cos_B1TF, sin_B1TF = angle_B1TF.cos(), angle_B1TF.sin()
         if self.schedule is not None:
             scaling = self.schedule.attention_scaling
-            cos_BTF, sin_BTF = cos_BTF * scaling, sin_BTF * scaling
-        return _turn(x, cos_BTF, sin_BTF, self.interleaved)
+            cos_B1TF, sin_B1TF = cos_B1TF * scaling, sin_B1TF * scaling
+        return _turn(x, cos_B1TF, sin_B1TF, self.interleaved)
 
     def _spectra(self) -> tuple[int, ...]:
         """How many pairs each spectrum has."""
@@ -160,10 +160,10 @@ class RotaryEmbedding(nn.Module):
         return found[torch.tensor(self._places, device=device)] if self.spectrum == "grouped" else found
 
     def _coordinates(self, position: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """The position that each frequency multiplies, "B T F", or one for all, "B T 1"."""
+        """The position that each frequency multiplies, "B 1 T F", or one for all, "B 1 T 1"."""
         if position.dim() == 2:
-            return position[..., None]
-        return position[torch.tensor(self._axes, device=position.device)].movedim(0, -1)
+            return position[:, None, :, None]
+        return position[torch.tensor(self._axes, device=position.device)].movedim(0, -1)[:, None]
 
     def _length(self, position: Int[Tensor, "..."], length: int | Tensor | None) -> Int[Tensor, ""] | None:
         if not self.follows_length:
@@ -241,17 +241,19 @@ def rotate(
             f"Tables of shapes {tuple(cos.shape)} and {tuple(sin.shape)} do not fit heads of shape {tuple(x.shape)}; "
             f"give (1 or batch, tokens, pairs), at most {size // 2} pairs."
         )
-    return _turn(x, cos, sin, interleaved)
-
-
-def _turn(x: Tensor, cos_BTF: Tensor, sin_BTF: Tensor, interleaved: bool) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
-    cos_B1TF, sin_B1TF = cos_BTF[:, None].to(wide), sin_BTF[:, None].to(wide)
-    turning_BHTD, rest_BHTD = x[..., : 2 * cos_BTF.shape[-1]].to(wide), x[..., 2 * cos_BTF.shape[-1] :]
-    a, b = turning_BHTD.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turning_BHTD.chunk(2, -1)
+    return _turn(x, cos[:, None].to(wide), sin[:, None].to(wide), interleaved)
+
+
+def _turn(x: Tensor, cos_B1TF: Tensor, sin_B1TF: Tensor, interleaved: bool) -> Tensor:
+    """Turn ``x`` in the precision of the tables, and give it back in its own."""
+    size = 2 * cos_B1TF.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([_turn(x[..., :size], cos_B1TF, sin_B1TF, interleaved), x[..., size:]], -1)
+    wide = x.to(cos_B1TF.dtype)
+    a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
     turned = (a * cos_B1TF - b * sin_B1TF, a * sin_B1TF + b * cos_B1TF)
-    out_BHTD = (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
-    return torch.cat([out_BHTD, rest_BHTD], -1) if rest_BHTD.shape[-1] else out_BHTD
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
 
 
 def _share_out(sections: Any, spectrum: str, pairs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -56,16 +56,17 @@ class Spans:
         first, last, left, right = self._bounds()
         return (
             self.is_numbers
-            and first <= 0
-            and (last is None or last >= self.slots)
-            and (left is None or left + self.rows - 1 <= 0)
-            and (right is None or right >= self.slots)
+            and surely(first <= 0)
+            and (last is None or surely(last >= self.slots))
+            and (left is None or surely(left + self.rows - 1 <= 0))
+            and (right is None or surely(right >= self.slots))
         )
 
     @property
     def reaches_all(self) -> bool:
         """Whether every row is known to see something. Numbers only; the rows that do are neighbours."""
-        return all(_width(self, row) > 0 for row in (0, self.rows - 1)) if self.rows else True
+        ends = (0,) if self.rows == 1 else (0, self.rows - 1)
+        return all(_sees(self, row) for row in ends) if self.rows else True
 
     def reach(self) -> tuple[int, int]:
         """First slot that any row may see, and the one after the last. Numbers only; (0, 0) when there is none."""
@@ -174,11 +175,24 @@ def stack_heads(spans: list[Spans]) -> Spans:
     return Spans(rows, slots, runs=runs)
 
 
-def _width(spans: Spans, row: int) -> int:
+def surely(condition: Any) -> bool:
+    """Whether a comparison of sizes holds; in a compiler, whether it is known to hold at all of them.
+
+    A compiler that is asked makes a graph for each answer, and an exported file is one graph.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes a second to import
+
+    return statically_known_true(condition)
+
+
+def _sees(spans: Spans, row: int) -> bool:
     first, last, left, right = spans._bounds()
-    start = max(0, first, 0 if left is None else row + left)
-    stop = spans.slots if last is None else min(spans.slots, last)
-    return (stop if right is None else min(stop, row + right)) - start
+    lowest = (0, first) if left is None else (0, first, row + left)
+    highest = [spans.slots, *(() if last is None else (last,)), *(() if right is None else (row + right,))]
+    # one by one: of the largest and the smallest a compiler knows less
+    return all(surely(low < high) for low in lowest for high in highest)
 
 
 def _higher(a: Any, b: Any) -> Any:

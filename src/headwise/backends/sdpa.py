@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from headwise.backends.base import Backend, Inputs
 from headwise.masks import Causal, Full
 from headwise.positions import Positions
-from headwise.spans import Spans
+from headwise.spans import Spans, surely
 
 FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
 
@@ -51,7 +51,7 @@ class Sdpa(Backend):
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         query, key, value = x.query, x.key, x.value
-        spans = x.spans() if _may_ask(x) else None
+        spans = x.spans() if _may_slice(x) else None
         causal, tile = False, None
         if spans is not None and spans.is_numbers and not x.tiles():
             start, stop = spans.reach()
@@ -98,8 +98,7 @@ def _attend(
     # the fused kernel wants one head size; zeros add nothing to a dot product, and nothing to a sum
     width = max(query.shape[-1], v_dim)
     query, key, value = (F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in (query, key, value))
-    few = not torch.compiler.is_exporting() and rows <= FEW_QUERIES
-    fold = heads != kv_heads and not causal and (mask is None or few)
+    fold = heads != kv_heads and not causal and (mask is None or surely(rows <= FEW_QUERIES))
     if fold:
         group = heads // kv_heads
         query = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
@@ -247,28 +246,24 @@ def _plain(query, key, value, sinks, mask, causal, scale):  # type: ignore[no-un
     return op(query.to(wide), key.to(wide), value.to(wide), mask, scale=scale, enable_gqa=grouped)[0].to(query.dtype)
 
 
-def _may_ask(x: Inputs) -> bool:
-    """Whether the spans may be asked for more than they say at every size: a file that is exported runs at all."""
-    if not torch.compiler.is_exporting():
+def _may_slice(x: Inputs) -> bool:
+    """Whether slices and ``is_causal`` may be tried: in an exported file, where they are right at every size."""
+    if not torch.compiler.is_exporting() or isinstance(x.mask, Full):
         return True
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes a second to import
-
-    if not isinstance(x.mask, Causal):
-        return isinstance(x.mask, Full) and x.keys.filled is None
     starts = (x.queries.start, x.keys.start)
     return (
-        x.keys.is_run
+        isinstance(x.mask, Causal)
         and not any(isinstance(start, Tensor) for start in starts)
-        and statically_known_true(starts[0] == starts[1])
-        and statically_known_true(x.queries.count == x.keys.count)
+        and surely(starts[0] == starts[1])
+        and surely(x.queries.count == x.keys.count)
     )
 
 
 def _is_causal(spans: Spans) -> bool:
     """Whether row t sees exactly the slots up to t, which is what SDPA's ``is_causal`` means."""
-    no_left = spans.left is None or spans.left + spans.rows - 1 <= 0
-    no_last = spans.last is None or spans.last >= spans.slots
-    return bool(spans.right == 1 and spans.first <= 0 and no_last and no_left)
+    no_left = spans.left is None or surely(spans.left + spans.rows - 1 <= 0)
+    no_last = spans.last is None or surely(spans.last >= spans.slots)
+    return surely(spans.right == 1) and surely(spans.first <= 0) and no_last and no_left
 
 
 def _per_kv_head(seen: Bool[Tensor, "#B #H S"], kv_heads: int) -> Bool[Tensor, "#B #K S"]:
