@@ -122,6 +122,7 @@ def fixed(other=None):
     made(tokens, tokens, cache=cache)
     if other is not None:
         made(tokens, other, cache=cache)
+    cache._owner = None
     return cache
 
 
@@ -1071,6 +1072,10 @@ LAYERS = (
         "1)."),
     ("positions as floats", lambda: layer()(tokens, positions=torch.zeros(T)),
         "The positions of tokens are a torch.float32 tensor; give a tensor of integers, (batch, tokens)."),
+    ("more than max_length with a cache", lambda: layer(max_length=10)(tokens, cache=filled()),
+        "The cache holds 7 tokens and query has 7 more, beyond the layer's max_length 10; crop() the cache."),
+    ("queries in a ring", lambda: call(query_positions=Positions(T, ring=2)),
+        "Queries stand in the order of the call; give ring= and filled= for keys only."),
     ("cache without room", lambda: StaticCache(0),
         "A cache with room for 0 tokens holds nothing; give at least 1."),
     ("cache of the last no tokens", lambda: RollingCache(0),
@@ -1298,6 +1303,15 @@ PACKED = (
     ),
 )
 CACHED = (
+    ("cache that starts at a number for each row",
+        lambda: layer()(tokens, cache=DynamicCache(), positions=Positions(T, start=torch.tensor([0, 2]))),
+        "The cache holds 0 tokens, but the first token of the call has index a number in each row; leave positions "
+        "out, or crop() the cache."),
+    ("state of a cache without its length",
+        lambda: DynamicCache().load_state_dict({"kind": "DynamicCache", "room": None, "lengths": None, "offset": 0}),
+        "The state of a cache lacks length, next_position; give what state_dict() returned."),
+    ("lengths for keys that are there", lambda: layer()(tokens, cache=fixed(), lengths=torch.tensor([1, 2])),
+        "The cache is filled with 7 keys, and lengths and key_positions came with them; leave them out."),
     (
         "cache of another batch",
         lambda: layer()(tokens[:1], cache=filled()),
@@ -1318,7 +1332,7 @@ CACHED = (
     (
         "cache with indices",
         lambda: layer()(tokens, cache=filled(), positions=Positions(T, indices=torch.arange(T)[None])),
-        "A cache numbers its tokens itself; give positions without indices.",
+        "A cache numbers its tokens itself; give positions without indices, ring or filled.",
     ),
     (
         "full cache",

@@ -448,6 +448,7 @@ def test_a_fixed_cache_equals_no_cache(cut, lengths, mask):
     close(torch.cat(outs, 1), layer(x, memory, mask=hidden, positions=Positions(5)))
 
 
+@pytest.mark.plain
 def test_a_fixed_cache_takes_one_memory():
     layer, x, memory, cache = MultiHeadAttention(E, HEADS).double(), tokens(2, 1), tokens(2, 9), FixedCache()
     with pytest.raises(CacheError, match="empty needs key tokens"):
@@ -492,3 +493,181 @@ def test_a_bias_of_a_call_follows_the_order_of_tokens(backend):
             fresh = torch.ones(2, dtype=torch.int64) if ragged else None
             got.append(layer(part, cache=cache, lengths=fresh, score_mods=[Bias(values)]))
         close(torch.cat(got, 1), want)
+
+
+# --- what a reviewer found
+
+
+def test_a_start_that_contradicts_the_cache_is_refused():
+    layer, x = decoder(), tokens(2, 5)
+    cache = DynamicCache()
+    with pytest.raises(CacheError, match=r"holds 0 tokens, but .* index a number in each row"):
+        layer(x, cache=cache, positions=Positions(5, start=torch.tensor([0, 2])))
+    layer(x[:, :3], cache=cache, lengths=torch.tensor([3, 1]))
+    for start in (0, 3, torch.tensor([3, 1])):  # also right ones: only the cache's own can be told from wrong ones
+        with pytest.raises(CacheError, match="a number of its own in each row"):
+            layer(x[:, 3:], cache=cache, positions=Positions(2, start=start))
+    for odd in ({"ring": 2}, {"filled": 2}, {"indices": torch.arange(5)[None]}):
+        with pytest.raises((CacheError, ShapeError)):
+            layer(x, cache=DynamicCache(), positions=Positions(5, **odd))
+
+
+@every
+def test_keys_that_are_given_apart_stand_after_those_stored(kind):
+    layer, x = decoder(5), tokens(2, 6)
+    for lengths, real in ((None, (3, 3)), (torch.tensor([3, 1]), (3, 1))):
+        cache = CACHES[kind]()
+        layer(x[:, :3], cache=cache, lengths=lengths)
+        got = layer(x[:, 3:5], x[:, 3:5].clone(), cache=cache)
+        got = torch.cat([got, layer(x[:, 5:], x[:, 5:].clone(), cache=cache, key_positions=None)], 1)
+        for b in range(2):
+            close(got[b : b + 1], layer(torch.cat([x[b : b + 1, : real[b]], x[b : b + 1, 3:]], 1))[:, -3:])
+
+
+@every
+@pytest.mark.parametrize("lengths", (None, torch.tensor([4, 6])))
+def test_fewer_queries_than_new_keys_are_the_last_of_them(kind, lengths):
+    layer, x, cache = decoder(5), tokens(2, 6), CACHES[kind]()
+    real = (6, 6) if lengths is None else (4, 6)
+    rows = torch.tensor(real)[:, None] - torch.tensor([2, 1])
+    last = torch.take_along_dim(x, rows[..., None], 1)  # the two last real tokens of each row
+    got = layer(last, x, cache=cache, lengths=lengths)
+    for b in range(2):
+        close(got[b : b + 1], layer(x[b : b + 1, : real[b]])[:, -2:])
+
+
+@every
+def test_a_state_is_a_snapshot(kind):
+    layer, x, cache = decoder(5), tokens(1, 9), CACHES[kind]()
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        state = cache.state_dict()
+        want = layer(x[:, 5:6], cache=cache)
+        layer(x[:, 6:7], cache=cache)
+        cache.load_state_dict(state)
+        close(layer(x[:, 5:6], cache=cache), want)
+        layer(x[:, 7:8], cache=cache)  # nor does loading share it
+        cache.load_state_dict(state)
+        close(layer(x[:, 5:6], cache=cache), want)
+    with pytest.raises(CacheError, match="lacks length"):
+        cache.load_state_dict({"kind": type(cache).__name__, "room": cache.capacity or cache.keeps})
+    with pytest.raises(CacheError, match="The state is that of None"):
+        cache.load_state_dict({})
+
+
+def test_a_loaded_fixed_cache_does_not_know_where_its_keys_come_from():
+    layer, x = MultiHeadAttention(E, HEADS).double(), tokens(1, 2)
+    memories, caches = (tokens(1, 4, seed=81), tokens(1, 4, seed=82)), (FixedCache(), FixedCache())
+    wants = [layer(x, memory, cache=cache) for memory, cache in zip(memories, caches, strict=True)]
+    caches[0].load_state_dict(caches[1].state_dict())
+    with pytest.raises(CacheError, match="may be others"):
+        layer(x, memories[0], cache=caches[0])
+    close(layer(x, cache=caches[0]), wants[1])
+
+
+def test_a_filled_fixed_cache_refuses_what_came_with_its_keys():
+    layer, x, memory, cache = MultiHeadAttention(E, HEADS).double(), tokens(2, 2), tokens(2, 4), FixedCache()
+    layer(x, memory, cache=cache)
+    for how in ({"lengths": torch.tensor([1, 2])}, {"key_positions": Positions(4)}):
+        with pytest.raises(CacheError, match="came with them"):
+            layer(x, cache=cache, **how)
+
+
+def test_queries_of_a_fixed_cache_keep_their_offset():
+    layer = MultiHeadAttention(E, HEADS, score_mods=[ALiBi(HEADS)]).double()
+    x, memory, cache = tokens(2, 5), tokens(2, 4), FixedCache()
+    got = [layer(x[:, :3], memory, cache=cache, positions=Positions(3, offset=7)), layer(x[:, 3:], cache=cache)]
+    close(torch.cat(got, 1), layer(x, memory, positions=Positions(5, offset=7)))
+
+
+@every
+def test_tensors_of_the_caller_are_neither_kept_nor_changed(kind):
+    layer, x = decoder(5, score_mods=[ALiBi(HEADS)]), tokens(1, 6)
+    at, pads = torch.arange(6)[None], torch.tensor([2])
+    cache, twin = CACHES[kind](), CACHES[kind]()
+    layer(x[:, :4], cache=cache, positions=at[:, :4])
+    cache.crop(3)
+    with torch.no_grad():
+        layer(x[:, 3:4], cache=cache, positions=torch.tensor([[50]]))
+    assert at.tolist() == [[0, 1, 2, 3, 4, 5]]
+    layer(x[:, :3], cache=twin, positions=Positions(3, offset=-pads))
+    pads += 10
+    assert twin.next_positions(1).position("cpu").tolist() == [[1]]
+
+
+def test_lengths_of_a_fixed_cache_are_its_own():
+    layer, x, memory, cache = MultiHeadAttention(E, HEADS).double(), tokens(2, 2), tokens(2, 4), FixedCache()
+    lengths = torch.tensor([2, 3])
+    want = layer(x, memory, cache=cache, lengths=lengths)
+    lengths += 1
+    close(layer(x, cache=cache), want)
+
+
+def test_a_cache_that_says_it_is_full_is_as_it_was():
+    layer, x = decoder(), tokens(2, 3)
+    for how in ({}, {"positions": torch.tensor([[4, 5, 6]])}, {"lengths": torch.tensor([3, 2])}):
+        cache = StaticCache(4)
+        layer(x, cache=cache, **how)
+        before = cache.next_positions(1).position("cpu")
+        with pytest.raises(CacheError, match="would hold"):
+            layer(x, cache=cache)
+        assert cache.next_positions(1).position("cpu").equal(before)
+        assert cache.length == 3
+
+
+def test_a_row_without_a_new_token_keeps_its_position():
+    layer, x, cache = decoder(), tokens(2, 3), DynamicCache()
+    layer(x[:, :2], cache=cache, positions=Positions(2, offset=-5))
+    layer(x[:, 2:], cache=cache, positions=torch.tensor([[0], [0]]), lengths=torch.tensor([1, 0]))
+    assert cache.next_positions(1).position("cpu").tolist() == [[1], [-3]]
+
+
+def test_crop_of_a_ring():
+    layer, x = decoder(3), tokens(2, 6)
+    explicit = RollingCache(3)
+    layer(x, cache=explicit, positions=torch.arange(6)[None])
+    explicit.crop(9)  # nothing to drop
+    assert explicit.length == 6
+    explicit.crop(0)  # nothing is needed
+    close(layer(x[:, :2], cache=explicit), layer(x[:, :2]))
+    ragged = RollingCache(3)
+    layer(x[:, :4], cache=ragged, lengths=torch.tensor([3, 1]))
+    ragged.crop(2)  # no row has forgotten anything
+    assert ragged.lengths.tolist() == [2, 1]
+    got = layer(x[:, 4:], cache=ragged)
+    close(got[:1], layer(torch.cat([x[:1, :2], x[:1, 4:]], 1))[:, -2:])
+
+
+def test_changes_of_mode_leave_what_a_gradient_needs():
+    for kind, window in (("dynamic", 11), ("rolling", 5)):
+        layer, cache, x = decoder(window), CACHES[kind](), tokens(1, 6).requires_grad_()
+        outs = [layer(x[:, t : t + 1], cache=cache) for t in range(4)]
+        if kind == "dynamic":
+            cache.crop(3)
+        with torch.no_grad():
+            layer(x[:, 4:5], cache=cache)
+        torch.cat(outs, 1).sum().backward()
+        assert x.grad[:, :4].ne(0).any()
+
+
+def test_rows_that_get_nothing_at_all():
+    layer, x, cache = decoder(), tokens(2, 2), DynamicCache()
+    layer(x[:, :0], cache=cache)
+    with torch.no_grad():
+        layer(x[:, :1], cache=cache, lengths=torch.tensor([0, 0]))
+        got = layer(x, cache=cache)
+    close(got, layer(x))
+
+
+def test_max_length_counts_what_is_stored():
+    layer, cache = decoder(max_length=5), DynamicCache()
+    layer(tokens(1, 4), cache=cache)
+    with pytest.raises(ShapeError, match="holds 4 tokens and query has 2 more, beyond the layer's max_length 5"):
+        layer(tokens(1, 2), cache=cache)
+
+
+def test_selecting_no_row():
+    layer, cache = decoder(), DynamicCache()
+    layer(tokens(2, 4), cache=cache)
+    cache.select([])
+    assert layer(tokens(0, 1), cache=cache).shape == (0, 1, E)

@@ -499,7 +499,7 @@ def first_position(name):
 @pytest.mark.parametrize("mask", ["no mask", "ones", pytest.param("padding", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_documents_of_a_decoder_stay_apart(name, mask, cache, rows):
+def test_win_6_neither_a_mask_nor_a_cache_joins_documents(name, mask, cache, rows):
     """transformers' masks tell documents apart only without an attention mask and a cache (and in gpt-oss never)."""
     model = family(name)[0]
     want, plain = (x[:rows] for x in alone(name))
@@ -660,16 +660,18 @@ def test_where_documents_cannot_be_known():
 
 
 @torch.no_grad()
-def test_an_observer_sees_documents():
+def test_observers_and_weights_see_documents():
     model, seen = family("Bert")[0], []
     attention = model.encoder.layer[1].attention.self
     attention.observer = lambda x, out, lse: seen.append(x.allowed())
+    inputs = {"input_ids": ROWS, "position_ids": PLACES}
     try:
-        run(model, "headwise", {"input_ids": ROWS, "position_ids": PLACES})
+        weights = run(model, "headwise", inputs, output_attentions=True).attentions[1]
     finally:
         del attention.observer
     number = (PLACES == 0).cumsum(-1)
-    assert torch.equal(seen[0].expand(2, 6, 9, 9)[:, 0], number[:, :, None] == number[:, None])
+    same = (number[:, :, None] == number[:, None])[:, None].expand(2, 6, 9, 9)
+    assert torch.equal(seen[0].expand_as(same), same) and torch.equal(weights > 0, same)
 
 
 @pytest.mark.plain
@@ -690,6 +692,22 @@ def test_documents_in_compiled_models(name, cache, mask):
     torch.compiler.reset()
     got = output(torch.compile(model, fullgraph=True, backend="eager")(**inputs))
     assert_as_good_as(got, *alone(name), terms=48)
+
+
+@pytest.mark.plain
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_call_that_continues_a_cache():
+    """It cannot look at positions and refuse; what it continues is the one document that the cache holds."""
+    model = family("Llama")[0]
+    model.set_attn_implementation("headwise")
+    cache = caches_of("static", model.config)
+    cache.early_initialization(1, 2, 8, torch.float32, "cpu")
+    model(input_ids=ROWS[1:, :4], position_ids=PLACES[1:, :4], cache=cache)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    got = compiled(input_ids=ROWS[1:, 4:], position_ids=PLACES[1:, 4:], cache=cache).logits
+    assert_as_good_as(got, *(x[1:, 4:] for x in alone("Llama")), terms=48)
 
 
 @pytest.mark.plain

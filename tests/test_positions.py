@@ -16,6 +16,7 @@ from headwise import (
     Positions,
     Prefix,
     ShapeError,
+    Softcap,
     Window,
     attention,
     attention_weights,
@@ -213,3 +214,48 @@ def test_tensors_of_positions_through_attention():
     assert part.equal(want)
     with pytest.raises(ShapeError, match="give them as well"):
         attention(torch.cat([q, q], 2), k, k, score_mods=mods, key_positions=at)
+
+
+def test_numbers_of_few_bits_and_of_many():
+    """Sums and differences of what is given must not wrap."""
+    queries, keys = Positions(3, start=torch.tensor([127], dtype=torch.int8)), Positions(4, start=126)
+    spans = Causal().spans(queries, keys)
+    assert spans.tensor()[0, 0, :, 0].tolist() == [[0, 2], [0, 3], [0, 4]]
+    mask = Padding(torch.tensor([3, 7], dtype=torch.uint8))
+    assert mask.spans(Positions(1), Positions(4, start=5)).tensor()[:, 0, 0, 0].tolist() == [[4, 4], [0, 2]]
+    wide = Window(2**31 - 1) | Prefix(1)
+    assert int(wide.spans(Positions(5), Positions(5)).work()) == 25
+
+
+def test_a_ring_is_taken_modulo_its_size():
+    for ring, other in ((7, 2), (-1, 4), (torch.tensor([12]), 2)):
+        one, two = Positions(5, ring=ring), Positions(5, ring=other)
+        assert one.index("cpu").equal(two.index("cpu"))
+        spans = (Inputs(*[torch.zeros(1, 1, 5, 2)] * 3, Positions(5), at, 1.0, Window(2)).spans() for at in (one, two))
+        assert next(spans).tensor().equal(next(spans).tensor())
+
+
+def test_one_axis_is_none():
+    at = torch.arange(5)[None, None].expand(1, 2, 5)
+    assert Positions(5, positions=at).axes == 1
+    q = torch.zeros(2, H, 5, 2)
+    assert attention(q, q, q, score_mods=[ALiBi(H)], query_positions=at, key_positions=at).shape == q.shape
+
+
+@pytest.mark.plain
+def test_queries_stand_in_the_order_of_the_call():
+    q = torch.zeros(1, H, 5, 2)
+    for odd in ({"ring": 2}, {"filled": 3}):
+        with pytest.raises(ShapeError, match="Queries stand in the order of the call"):
+            attention(q, q, q, query_positions=Positions(5, **odd))
+
+
+def test_a_softcap_reads_no_position():
+    q, at = torch.zeros(2, H, 5, 2), torch.zeros(3, 2, 5, dtype=torch.int64)
+    assert attention(q, q, q, score_mods=[Softcap(2.0)], query_positions=at, key_positions=at).shape == q.shape
+
+
+def test_heads_of_an_empty_batch():
+    mask = PerHead((Causal(), Padding(torch.zeros(0, dtype=torch.int64))))
+    q = torch.zeros(0, 2, 5, 2)
+    assert attention(q, q, q, mask=mask).shape == q.shape

@@ -8,7 +8,6 @@ one after the other without gaps, and each row continues at its own length.
 """
 
 import copy
-import weakref
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
@@ -71,13 +70,11 @@ class KVCache(ABC):
 
     def claim(self, layer: object) -> None:
         """Make a layer the owner; another one is refused."""
-        if torch.compiler.is_compiling():  # which cannot follow a weak reference; the first eager call finds out
-            return
-        if self._owner is not None and self._owner() is not layer:
+        if self._owner is not None and self._owner is not layer:
             raise CacheError(
                 "This cache belongs to another layer, whose keys it holds; make a cache for each layer of a model."
             )
-        self._owner = weakref.ref(layer)
+        self._owner = layer
 
     def crop(self, length: int) -> None:
         """Keep the first ``length`` tokens of each row; a negative number drops as many of the last ones.
@@ -90,7 +87,7 @@ class KVCache(ABC):
         self.length = max(0, self.length + length) if length < 0 else min(self.length, length)
         if "position" in self.stored:
             left = self.stored["position"][..., : self.length, 0].amax(1)
-            gone = torch.arange(self.length, device=left.device) >= self._per_row(left, None)[0][:, None]
+            gone = torch.arange(left.shape[-1], device=left.device) >= self._per_row(left, None)[0][:, None]
             self.next_position = left.masked_fill(gone, -1).amax(-1) + 1 if self.length else left.new_zeros(len(left))
 
     def select(self, rows: list[int] | Int[Tensor, " N"]) -> None:
@@ -98,7 +95,7 @@ class KVCache(ABC):
         if not self.stored:
             raise CacheError(f"An empty cache has no rows to select {len(rows)} from; fill it first.")
         key = self.stored["key"]
-        index = torch.as_tensor(rows, device=key.device)
+        index = torch.as_tensor(rows, dtype=None if len(rows) else torch.int64, device=key.device)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ShapeError(f"Rows to select are {index.dtype} of shape {tuple(index.shape)}; give whole numbers.")
         if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(key):
@@ -121,27 +118,35 @@ class KVCache(ABC):
         return {
             "kind": type(self).__name__,
             "room": self.capacity or self.keeps,
-            **{name: getattr(self, name) for name in self._numbers},
-            **self.stored,
+            **{name: _copied(getattr(self, name)) for name in self._numbers},
+            **{name: tensor.clone() for name, tensor in self.stored.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what another cache of the same kind and size held."""
         state = dict(state)
-        ours, theirs = (type(self).__name__, self.capacity or self.keeps), (state.pop("kind"), state.pop("room"))
+        lacking = {"kind", "room", *self._numbers} - set(state)
+        if state.get("kind") == type(self).__name__ and lacking:
+            raise CacheError(
+                f"The state of a cache lacks {', '.join(sorted(lacking))}; give what state_dict() returned."
+            )
+        ours, theirs = (
+            (type(self).__name__, self.capacity or self.keeps),
+            (state.pop("kind", None), state.pop("room", 0)),
+        )
         if ours != theirs:
             raise CacheError(
                 f"The state is that of {theirs[0]} with room for {theirs[1]} tokens, but this is {ours[0]} with room "
                 f"for {ours[1]}; make one of the same kind and size."
             )
         for name in self._numbers:
-            setattr(self, name, state.pop(name))
+            setattr(self, name, _copied(state.pop(name)))
         self.stored = {name: tensor.clone() for name, tensor in state.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": None}  # a copy may go to a copy of the layer
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+    def __deepcopy__(self, memo: dict[Any, Any]) -> "KVCache":
         twin = copy.copy(self)
         for name, value in vars(twin).items():
             if name == "stored":  # tensors that are part of a graph can be cloned, but not deepcopied
@@ -153,8 +158,10 @@ class KVCache(ABC):
     def _new(self, key: Tensor, value: Tensor, positions: Positions, lengths: Any) -> dict[str, Tensor]:
         """What to store, checked against what is stored."""
         new = {"key": key, "value": value}
-        if positions.indices is not None:
-            raise CacheError("A cache numbers its tokens itself; give positions without indices.")
+        if not positions.is_run:
+            raise CacheError("A cache numbers its tokens itself; give positions without indices, ring or filled.")
+        if lengths is not None:
+            _check_lengths(lengths, key.shape[0], key.shape[2])
         for name, tensor in new.items():
             held = self.stored.get(name)
             if held is None:
@@ -171,18 +178,20 @@ class KVCache(ABC):
                     f"{tensor.device}; make a new cache."
                 )
         start = positions.start
-        if isinstance(start, int) and self.lengths is None and start != self.length:
+        if start is not self.lengths and (
+            isinstance(start, Tensor) or self.lengths is not None or start != self.length
+        ):
+            count = f"{self.length}" if self.lengths is None else "a number of its own in each row of"
+            first = "a number in each row" if isinstance(start, Tensor) else f"{start}"
             raise CacheError(
-                f"The cache holds {self.length} tokens, but the first token of the call has index {start}; leave "
-                "positions out, or crop() the cache."
+                f"The cache holds {count} tokens, but the first token of the call has index {first}; leave positions "
+                "out, or crop() the cache."
             )
-        if lengths is not None:
-            _check_lengths(lengths, key.shape[0], key.shape[2])
         same = positions.offset is self.offset or (
             isinstance(positions.offset, int) and isinstance(self.offset, int) and positions.offset == self.offset
         )
         if not self.stored:
-            self.offset, same = positions.offset, True
+            self.offset, same = _copied(positions.offset), True
         if "position" in self.stored or positions.positions is not None or not same:
             new["position"] = self._positions(positions, key, lengths)
         return new
@@ -191,10 +200,10 @@ class KVCache(ABC):
         """Positions of the new tokens in the form of keys; what was stored without gets them too."""
         device, batch = key.device, key.shape[0]
         place = _as_heads(positions.position(device), batch)
-        if self.stored and "position" not in self.stored:
-            before = self._in_store(self.stored["key"].shape[-2]).position(device)
-            self.stored["position"] = _as_heads(before, batch).expand(-1, place.shape[1], -1, -1).contiguous()
         held = self.stored.get("position")
+        if held is None and self.stored:
+            before = self._in_store(self.stored["key"].shape[-2]).position(device)
+            held = self.stored["position"] = _as_heads(before, batch).expand(-1, place.shape[1], -1, -1).contiguous()
         if held is not None and held.shape[1] != place.shape[1]:
             if place.shape[1] != 1:
                 raise CacheError(
@@ -208,7 +217,9 @@ class KVCache(ABC):
         after = real.amax(-1) + 1 if real.shape[1] else real.new_zeros(batch)
         before_next = self.next_positions(0)
         known = before_next.start + before_next.offset
-        self.next_position = torch.maximum(after, torch.as_tensor(known, device=device).expand(batch))
+        known = torch.as_tensor(known, device=device).expand(batch)
+        none = real.shape[1] == 0 if lengths is None else lengths == 0
+        self.next_position = torch.where(torch.as_tensor(none, device=device), known, torch.maximum(after, known))
         return place
 
     def _in_store(self, places: int) -> Positions:
@@ -217,8 +228,8 @@ class KVCache(ABC):
 
     def _found(self, places: int, **run: Any) -> tuple[Tensor, Tensor, Positions]:
         """The first places of the buffers, with their positions."""
-        key, value, *position = (t[..., :places, :] for t in self.stored.values())
-        return key, value, self._described(position[0] if position else None, Positions(places, **run))
+        found = {name: tensor[..., :places, :] for name, tensor in self.stored.items()}
+        return found["key"], found["value"], self._described(found.get("position"), Positions(places, **run))
 
     def _described(self, position: Tensor | None, run: Positions) -> Positions:
         if position is not None:
@@ -247,17 +258,20 @@ class _Growing(KVCache):
         positions: Positions,
         lengths: Int[Tensor, " B"] | None = None,
     ) -> tuple[Tensor, Tensor, Positions]:
-        new = self._new(key, value, positions, lengths)
         old, rows = self.length, key.shape[-2]
         if lengths is None and self.lengths is None:
-            self._check_room(old + rows)
-            for name, tensor in new.items():
+            self._check_room(old + rows)  # before anything changes
+            for name, tensor in self._new(key, value, positions, lengths).items():
                 self.stored[name] = self._extended(self.stored.get(name), tensor, old)
             self.length = old + rows
             return self._found(self.length)
+        if lengths is not None:
+            _check_lengths(lengths, key.shape[0], key.shape[2])
         stored, fresh = self._per_row(key, lengths)
         total = stored + fresh
-        self.length = self._bound(total, old + rows)
+        length = self._bound(total, old + rows)
+        new = self._new(key, value, positions, lengths)
+        self.length = length
         token = torch.arange(self.length, device=key.device) - stored[:, None]
         for name, tensor in new.items():
             room = self._room(self.stored.get(name), tensor, old, self.length)
@@ -284,7 +298,7 @@ class _Growing(KVCache):
         """The buffer, or a larger one that it was copied to, with room for ``stop`` tokens."""
         room = 0 if held is None else held.shape[-2]
         exact = self.capacity is None and torch.compiler.is_exporting()  # a file cannot ask whether there is room
-        if held is not None and not exact and room >= stop and not _is_frozen(held):
+        if held is not None and not exact and room >= max(1, stop) and not _is_frozen(held):
             return held
         size = stop if exact else max(stop, 2 * room, 64) if self.capacity is None else self.capacity
         kept = new[..., :0, :] if held is None else held[..., :length, :]
@@ -457,8 +471,12 @@ class RollingCache(KVCache):
 
     def crop(self, length: int) -> None:
         integer(length, "The length to crop to")
-        forgotten = self.length - (self.keeps or 1)
-        if forgotten > 0 and (length < 0 or length < self.length):
+        held = self.length if self.lengths is None else int(self.lengths.max()) if len(self.lengths) else 0
+        left = max(0, held + length) if length < 0 else length
+        forgotten = held - (self.keeps or 1)
+        if left >= held:
+            return
+        if forgotten > 0 and left > 0:
             raise CacheError(
                 f"The cache has forgotten {forgotten} tokens, some of which it would need after a crop to {length}; "
                 "keep more tokens, or fork() it before those that you may want to drop."
@@ -482,7 +500,8 @@ class FixedCache(KVCache):
 
     first: Number = 0
     asked: Number = 0
-    _numbers = (*KVCache._numbers, "first", "asked")
+    ahead: Number = 0  # position less index of the queries
+    _numbers = (*KVCache._numbers, "first", "asked", "ahead")
     _source: Any = None
 
     @property
@@ -491,7 +510,7 @@ class FixedCache(KVCache):
         return bool(self.stored)
 
     def next_positions(self, count: int) -> Positions:
-        return Positions(count, start=self.asked)
+        return Positions(count, start=self.asked, offset=self.ahead)
 
     def append(
         self,
@@ -508,8 +527,8 @@ class FixedCache(KVCache):
             raise CacheError("A cache numbers its tokens itself; give positions without indices, ring or filled.")
         if lengths is not None:
             _check_lengths(lengths, key.shape[0], key.shape[2])
-        self.length, self.lengths = key.shape[-2], lengths
-        self.first, self.offset = positions.start, positions.offset
+        self.length, self.lengths = key.shape[-2], _copied(lengths)
+        self.first, self.offset = _copied(positions.start), _copied(positions.offset)
         self.stored = {"key": key, "value": value}
         if positions.positions is not None:
             self.stored["position"] = _as_heads(positions.positions, key.shape[0])
@@ -519,17 +538,20 @@ class FixedCache(KVCache):
         """What is stored, for queries that stand so; the next ones stand after them."""
         if not self.is_filled:
             raise CacheError("A FixedCache that is empty needs key tokens; give key= in the first call.")
-        self.asked = queries.stop
+        self.asked, self.ahead = queries.stop, queries.offset
         return self._found(self.length, start=self.first, filled=self.lengths)
 
     def remember(self, source: Tensor) -> None:
         """Note which tokens the keys come from."""
-        if not torch.compiler.is_compiling():
-            self._source = weakref.ref(source)
+        self._source = source
 
     def is_from(self, source: Tensor) -> bool:
         """Whether these are the tokens that the keys come from, as far as can be told."""
-        return torch.compiler.is_compiling() or (self._source is not None and self._source() is source)
+        return self._source is source
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._source = None  # nobody knows
 
     def fork(self) -> "FixedCache":
         twin = super().fork()
@@ -563,16 +585,24 @@ def _check_lengths(lengths: Any, batch: int, rows: int) -> None:
             )
 
 
+def _copied(value: Any) -> Any:
+    """A number, or a copy of a tensor that somebody else may change."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _is_frozen(held: Tensor) -> bool:
     """Whether torch forbids to write into a buffer, because it was made in inference mode and we are outside."""
     if torch.compiler.is_compiling():  # which cannot ask, and writes by functions of its own
         return False
+    if held.requires_grad:  # an earlier call may need it for its gradient
+        return True
     return held.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _as_heads(position: Tensor, batch: int) -> Int[Tensor, "B A L 1"]:
     position = position[None] if position.dim() == 2 else position
-    return position.transpose(0, 1).expand(batch, -1, -1)[..., None]
+    # a copy: the caller may change theirs, and rows of an expanded tensor cannot be written
+    return position.transpose(0, 1).expand(batch, -1, -1)[..., None].clone()
 
 
 def _mixed(held: Stored, new: Tensor, token: Int[Tensor, "B L"], fresh: Int[Tensor, " B"]) -> Stored:

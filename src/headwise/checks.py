@@ -344,12 +344,31 @@ def place(
                 "The rotary schedule follows the length of each call, but a cache holds keys that are turned already; "
                 "give the schedule the length= that you will reach."
             )
+        total = 0 if isinstance(cache, FixedCache) else cache.length + rows
+        if layer.max_length is not None and total > layer.max_length:
+            raise ShapeError(
+                f"The cache holds {cache.length} tokens and query has {rows} more, beyond the layer's max_length "
+                f"{layer.max_length}; crop() the cache."
+            )
+    if isinstance(cache, FixedCache):
+        if key is None and (lengths is not None or keys is not None):
+            raise CacheError(
+                f"The cache is filled with {cache.length} keys, and lengths and key_positions came with them; leave "
+                "them out."
+            )
         queries = as_positions(queries, cache.next_positions(rows), query, "query")
-    if key is None:
-        return queries, queries
+        return (queries, queries) if key is None else stand(query, key.shape[-2], queries, keys)
+    slots = rows if key is None else key.shape[-2]
+    if cache is not None:
+        base = cache.next_positions(slots)
+        if keys is not None or key is not query:
+            keys = as_positions(keys, base, query, "key")
+        if rows != slots:  # fewer queries than new keys are the last of them
+            base = replace(base, count=rows, start=base.start + (slots if lengths is None else lengths) - rows)
+        queries = as_positions(queries, base, query, "query")
     if keys is None and key is query and queries is not None:
         keys = queries = as_positions(queries, Positions(rows), query, "query")
-    return stand(query, key.shape[-2], queries, keys)
+    return stand(query, slots, queries, keys)
 
 
 def stand(query: Tensor, slots: int, queries: Any, keys: Any) -> tuple[Positions, Positions]:
@@ -360,7 +379,11 @@ def stand(query: Tensor, slots: int, queries: Any, keys: Any) -> tuple[Positions
         if not keys.is_run or rows > slots:
             raise ShapeError(f"The positions of {slots} keys do not say those of {rows} queries; give them as well.")
         queries = keys.positions[..., slots - rows :]
-    return as_positions(queries, Positions(rows, start=keys.stop - rows, offset=keys.offset), query, "query"), keys
+    base = Positions(rows, start=keys.stop - rows, offset=keys.offset)
+    queries = as_positions(queries, base, query, "query")
+    if queries.indices is None and not queries.is_run:
+        raise ShapeError("Queries stand in the order of the call; give ring= and filled= for keys only.")
+    return queries, keys
 
 
 def check_axes(queries: Positions, keys: Positions, score_mods: Iterable[ScoreMod]) -> None:
@@ -389,7 +412,9 @@ def _looks_within(mask: Mask, tokens: int) -> bool:
         return False
     if spans.is_numbers:
         return isinstance(spans.left, int) and spans.left > far - tokens
-    if torch.compiler.is_compiling():  # reading a tensor would break the graph; the first eager call does
-        return True
     start = spans.tensor()[..., 0].amin(-1)
-    return bool((torch.arange(far, far + tokens + 1) - start < tokens).all())
+    within = (torch.arange(far, far + tokens + 1) - start < tokens).all()
+    if torch.compiler.is_compiling():  # where reading a tensor would break the graph
+        torch._assert_async(within, "The cache keeps fewer tokens than the mask lets a query look back.")
+        return True
+    return bool(within)

@@ -567,6 +567,9 @@ def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
             raise ShapeError(
                 f"{what} is a {value.dtype} tensor of shape {tuple(value.shape)}; give one integer per row, (batch,)."
             )
+        if value.dtype not in (torch.int32, torch.int64):  # sums and differences would not fit
+            value = value.to(torch.int64)
+            object.__setattr__(mask, name, value)
         hidden = torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(value)
         numbers = value.tolist() if type(value) is Tensor and value.device.type == "cpu" and not hidden else []
     else:

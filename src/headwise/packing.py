@@ -1,7 +1,10 @@
 """Packing: a ragged batch without padding, as one long row.
 
-Sequences lie one after the other; a document mask keeps them apart, and positions begin again in each. Every layer
-then gives each sequence what it gives it alone, and nothing is computed for padding.
+Sequences lie one after the other; a document mask keeps them apart, and positions begin again in each. A layer then
+gives each sequence what it gives it alone, and nothing is computed for padding.
+
+Masks compare indices, which run on through the row: a mask by distances (``Causal``, ``Window``) is the same in every
+sequence, one that counts from the start of the row (``Chunk``, ``Prefix``, ``Padding``) is not.
 """
 
 from collections.abc import Sequence

@@ -71,6 +71,12 @@ class Positions:
             _numbers(self.indices, self.count, (2,), "indices")
         if self.positions is not None:
             _numbers(self.positions, self.count, (2, 3), "positions")
+            if self.positions.dim() == 3 and len(self.positions) == 1:  # one axis is none
+                object.__setattr__(self, "positions", self.positions[0])
+        for name in ("start", "offset", "ring", "filled"):  # in fewer bits, sums and differences would not fit
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.dtype not in (torch.int32, torch.int64):
+                object.__setattr__(self, name, value.to(torch.int64))
 
     # As for masks: equal numbers are equal, tensors are compared by identity, since reading them would wait.
     def __eq__(self, other: object) -> bool:

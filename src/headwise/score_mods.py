@@ -73,6 +73,8 @@ class Softcap(ScoreMod):
     Reference: Gemma Team, Gemma 2, 2024, section 2. https://arxiv.org/abs/2408.00118
     """
 
+    over = "slots"  # it reads neither
+
     def __init__(self, cap: float) -> None:
         super().__init__()
         if isinstance(cap, bool) or not (isinstance(cap, (int, float)) and 0 < cap < math.inf):

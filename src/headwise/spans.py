@@ -83,7 +83,7 @@ class Spans:
         if self.runs is not None:
             return self.runs.to(device)
         first, last, left, right = (_column(v, device) for v in self._bounds())
-        row = torch.arange(self.rows, dtype=torch.int32, device=device)[None, None, :, None]
+        row = torch.arange(self.rows, device=device)[None, None, :, None]
         start = row * 0 + first if left is None else (row + left).clamp(min=first)
         last = self.slots if last is None else last
         stop = row * 0 + last if right is None else (row + right).clamp(max=last)
@@ -91,6 +91,7 @@ class Spans:
 
     def rolled(self, ring: Number) -> "Spans":
         """The same slots where they lie in a ring: slot s at (s + ring) modulo the number of slots."""
+        ring = ring % max(1, self.slots)
         if (isinstance(ring, int) and ring == 0) or self.is_full:
             return self
         runs = self.tensor(ring.device if isinstance(ring, Tensor) else self.device)
@@ -167,7 +168,7 @@ def stack_heads(spans: list[Spans]) -> Spans:
     """Spans of several heads as one, each run list padded with empty runs to the longest."""
     device = next((s.device for s in spans if not s.is_numbers), torch.device("cpu"))
     tensors = [s.tensor(device) for s in spans]
-    batch, longest = max(t.shape[0] for t in tensors), max(t.shape[-2] for t in tensors)
+    (batch,), longest = torch.broadcast_shapes(*(t.shape[:1] for t in tensors)), max(t.shape[-2] for t in tensors)
     rows, slots = spans[0].rows, spans[0].slots
     runs = torch.full((batch, len(spans), rows, longest, 2), slots, dtype=torch.int32, device=device)
     for head, tensor in enumerate(tensors):
@@ -216,7 +217,7 @@ def _like(a: Any, b: Any) -> tuple[Tensor, Tensor]:
 
 
 def _column(value: Any, device: torch.device | str) -> Any:
-    return value.to(device, torch.int32)[:, None, None, None] if isinstance(value, Tensor) else value
+    return value.to(device, torch.int64)[:, None, None, None] if isinstance(value, Tensor) else value
 
 
 def _together(a: Spans, b: Spans) -> tuple[Tensor, Tensor]:

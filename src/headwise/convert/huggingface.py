@@ -190,7 +190,8 @@ def kernel(
         The output, tokens before heads, and the weights if ``output_attentions`` was asked for.
 
     Raises:
-        UnsupportedError: When an argument is not understood, or it is not clear what no mask means.
+        UnsupportedError: When an argument is not understood, or it is not clear what no mask means, or which tokens
+            belong to one document.
         ShapeError: When sizes, dtypes or devices do not fit together.
     """
     documents = _documents(module, position_ids, attention_mask, query.shape[-2], key.shape[-2])
