@@ -97,7 +97,7 @@ class Positions:
 
     @property
     def is_run(self) -> bool:
-        """Whether consecutive indices say it all: no ring, no empty places, no tensor of indices."""
+        """Whether consecutive indices say it all, without a ring, empty places or a tensor of indices."""
         ring = isinstance(self.ring, Tensor) or self.ring != 0
         return not ring and self.filled is None and self.indices is None
 
