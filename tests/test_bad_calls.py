@@ -1302,7 +1302,23 @@ PACKED = (
         "A max_distance of 8 is within the 8 buckets of one distance each; give a larger one.",
     ),
 )
+
+
+class Held(nn.Module):
+    """A module that holds its cache, which a file cannot."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.cache = layer(), StaticCache(9)
+
+    def forward(self, x):
+        return self.layer(x, cache=self.cache)
+
+
 CACHED = (
+    ("cache held by a module that is exported", lambda: torch.export.export(Held(), (tokens,)),
+        "An exported file would hold this cache as it is now; make a cache in forward, and set its stored, length and "
+        "lengths from tensors that the file is given."),
     ("cache that starts at a number for each row",
         lambda: layer()(tokens, cache=DynamicCache(), positions=Positions(T, start=torch.tensor([0, 2]))),
         "The cache holds 0 tokens, but the first token of the call has index a number in each row; leave positions "

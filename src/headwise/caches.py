@@ -31,6 +31,8 @@ class KVCache(ABC):
         lengths: How many tokens each row holds, once rows may differ; None while all hold ``length``.
         capacity: How many tokens there is room for; None for no limit.
         keeps: How many of the last tokens are kept; None for all. A query must not look further back.
+        stored: The tensors "key" and "value". An exported file is given them, and returns them: there, make a cache in
+            ``forward`` and set ``stored``, ``length`` and ``lengths``.
     """
 
     capacity: int | None = None
@@ -41,8 +43,10 @@ class KVCache(ABC):
     next_position: Int[Tensor, " B"] | None = None  # and once they are not
     _numbers: tuple[str, ...] = ("length", "lengths", "offset", "next_position")
     _owner: Any = None
+    _made_in_export = True
 
     def __init__(self) -> None:
+        self._made_in_export = torch.compiler.is_exporting()
         # "key", "value" and, where positions are no run, "position": tensors of one layout that are moved alike
         self.stored: dict[str, Tensor] = {}
 
@@ -70,6 +74,11 @@ class KVCache(ABC):
 
     def claim(self, layer: object) -> None:
         """Make a layer the owner; another one is refused."""
+        if torch.compiler.is_exporting() and not self._made_in_export:
+            raise CacheError(
+                "An exported file would hold this cache as it is now; make a cache in forward, and set its stored, "
+                "length and lengths from tensors that the file is given."
+            )
         if self._owner is not None and self._owner is not layer:
             raise CacheError(
                 "This cache belongs to another layer, whose keys it holds; make a cache for each layer of a model."
@@ -316,7 +325,7 @@ class _Growing(KVCache):
         if torch.compiler.is_compiling():
             if self.capacity is None:
                 return most
-            torch._assert_async((total <= self.capacity).all(), f"The cache has room for {self.capacity} tokens only.")
+            torch._assert_async((total <= self.capacity).all(), "The cache has no room for so many tokens.")
             return min(most, self.capacity)
         if total.device.type == "cpu" or (self.capacity is not None and most > self.capacity):
             most = int(total.max()) if total.numel() else 0
