@@ -239,18 +239,24 @@ MASKS = (
         "mask= takes a Mask or a boolean tensor, not bool; leave it out for no mask."),
     ("masks in a list", lambda: call(mask=[Causal(), Window(3)]),
         "mask= takes a Mask or a boolean tensor, not list; leave it out for no mask."),
+    ("padding as a mask", lambda: call(mask=torch.ones(B, S, dtype=torch.bool)),
+        "A mask of shape (2, 11) does not fit scores of shape (2, 6, 7, 11) (batch, heads, queries, keys); each size "
+        "must be equal or 1. For padding, one entry per token of each row, write Padding(mask)."),
     ("integer mask", lambda: call(mask=whole),
-        "A mask of dtype torch.int64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
-        "where 0 hides, or a boolean tensor that is True where a query may attend."),
+        "A mask of dtype torch.int64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) where 0 "
+        "hides, Padding(tensor.bool()) for one entry per token of each row, or booleans, True where a query may "
+        "attend."),
     ("byte mask", lambda: call(mask=whole.to(torch.uint8)),
-        "A mask of dtype torch.uint8 does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
-        "where 0 hides, or a boolean tensor that is True where a query may attend."),
+        "A mask of dtype torch.uint8 does not say what its numbers mean. Pass Dense.from_zeros(tensor) where 0 "
+        "hides, Padding(tensor.bool()) for one entry per token of each row, or booleans, True where a query may "
+        "attend."),
     ("float mask", lambda: call(mask=torch.zeros(T, S)),
         "A mask of dtype torch.float32 could mean numbers to be added or 0 for hidden. Pass Bias(tensor) "
         "in score_mods to add it to the scores, or Dense.from_zeros(tensor) where 0 hides."),
     ("complex mask", lambda: call(mask=booleans + 0j),
-        "A mask of dtype torch.complex64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
-        "where 0 hides, or a boolean tensor that is True where a query may attend."),
+        "A mask of dtype torch.complex64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) where 0 "
+        "hides, Padding(tensor.bool()) for one entry per token of each row, or booleans, True where a query may "
+        "attend."),
     ("mask of a row", lambda: call(mask=booleans[0]),
         "A mask of shape (11,) has 1 dimensions. Give (queries, keys), or four dimensions that broadcast "
         "to (batch, heads, queries, keys)."),
@@ -309,7 +315,8 @@ MASKS = (
     ("float lengths", lambda: Padding(torch.tensor([3.0, 4.0])),
         "A length is a torch.float32 tensor of shape (2,); give one integer per row, (batch,)."),
     ("lengths in a table", lambda: Padding(whole),
-        "A length is a torch.int64 tensor of shape (7, 11); give one integer per row, (batch,)."),
+        "A length is a torch.int64 tensor of shape (7, 11); give one integer per row, (batch,). A padding mask is "
+        "given as booleans: Padding(mask.bool())."),
     ("length of 40 bits", lambda: Padding(2**40),
         "A length needs 41 bits; give a whole number that fits 31."),
     ("lengths for three rows", lambda: call(mask=Padding([3, 4, 5])),
@@ -322,7 +329,7 @@ MASKS = (
         "Padding takes either lengths or left=; give one of the two."),
     ("boolean left padding", lambda: Padding(left=booleans),
         "The amount of left padding is a torch.bool tensor of shape (7, 11); give one integer per row, "
-        "(batch,)."),
+        "(batch,). A padding mask is given as booleans: Padding(mask.bool())."),
     ("left padding below 0", lambda: Padding(left=-2),
         "The amount of left padding is -2; give at least 0."),
     ("boolean padding of a row", lambda: Padding(booleans[0]),
@@ -480,8 +487,9 @@ MASK_TEXTS = (
     ("Padding([9999999999999])", "A length needs 44 bits; give a whole number that fits 31."),
     ("Padding(keys=3)", "Padding has no argument 'keys'; it takes lengths, left."),
     ("Dense([[1, 0]])",
-        "A mask of dtype torch.int64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
-        "where 0 hides, or a boolean tensor that is True where a query may attend."),
+        "A mask of dtype torch.int64 does not say what its numbers mean. Pass Dense.from_zeros(tensor) where 0 "
+        "hides, Padding(tensor.bool()) for one entry per token of each row, or booleans, True where a query may "
+        "attend."),
     ("Dense([[True], [True, False]])",
         re.compile(r"These lists make no tensor \(.+\); give lists of equal length that hold numbers\.")),
     ("Dense(3)", "A dense mask is a boolean tensor, not int; make it one first."),
@@ -718,8 +726,8 @@ POSITIONS = (
     ("positions for another key", lambda: call(key_positions=Positions(6)),
         "The key positions are for 6 tokens, but there are 11; give one each."),
     ("query positions as a number", lambda: call(query_positions=3),
-        "The query positions are int; give Positions(count, start), or a tensor of whole numbers (batch, "
-        "tokens)."),
+        "The query positions are int; give Positions(count, start), or a tensor of whole numbers, (tokens,) or "
+        "(batch, tokens)."),
     ("query positions of floats", lambda: call(query_positions=torch.zeros(T)),
         "The positions of tokens are a torch.float32 tensor; give a tensor of integers, (batch, tokens)."),
     ("key positions of four dimensions", lambda: call(key_positions=torch.zeros(1, 1, 1, S).long()),
@@ -728,11 +736,13 @@ POSITIONS = (
     ("too few key positions", lambda: call(key_positions=torch.arange(S - 1)),
         "The positions of tokens have shape (1, 10) for 11 tokens; give (batch, 11) or (1, 11), or (axes, batch, 11)."),
     ("query positions of three rows", lambda: call(query_positions=torch.zeros(3, T).long()),
-        "The query positions are for 3 rows, the call has 2; give one each."),
+        "The query positions are for 3 rows, the call has 2; give (batch, tokens), or (axes, batch, tokens) where a "
+        "token has several."),
     ("starts of three rows", lambda: call(query_positions=Positions(T, start=torch.arange(3))),
-        "The query positions are for 3 rows, the call has 2; give one each."),
+        "The query positions are for 3 rows, the call has 2; give (batch, tokens), or (axes, batch, tokens) where a "
+        "token has several."),
     ("positions elsewhere", lambda: call(query_positions=torch.zeros(B, T, device="meta").long()),
-        "The query positions is on meta and the query on cpu; move it with .to()."),
+        "The tensor of query positions is on meta and the query on cpu; move it with .to()."),
     ("key positions that do not say those of queries", lambda: call(key_positions=Positions(S, filled=torch.arange(B),
         positions=torch.arange(S)[None])),
         "The positions of 11 keys do not say those of 7 queries; give them as well."),
@@ -749,8 +759,8 @@ POSITIONS = (
     ("slopes over axes", lambda: call(score_mods=[ALiBi(H)], query_positions=torch.zeros(3, B, T).long()),
         "ALiBi reads one position per token, but these have 3, one per axis; give (batch, tokens)."),
     ("key positions as a range", lambda: call(key_positions=range(S)),
-        "The key positions are range; give Positions(count, start), or a tensor of whole numbers (batch, "
-        "tokens)."),
+        "The key positions are range; give Positions(count, start), or a tensor of whole numbers, (tokens,) or "
+        "(batch, tokens)."),
     ("odd rotary", lambda: RotaryEmbedding(3),
         "Rotary embeddings turn pairs of dimensions, and 3 is not even and above 0."),
     ("empty rotary", lambda: RotaryEmbedding(0),
@@ -1049,7 +1059,7 @@ LAYERS = (
     ("half keys", lambda: layer()(tokens, tokens.half()),
         "key is torch.float16, but the layer's weights are torch.float32; convert one of them."),
     ("whole tokens", lambda: layer()(tokens.long()),
-        "query is torch.int64, but the layer's weights are torch.float32; convert one of them."),
+        "query is torch.int64; a layer takes floating point tokens, so embed ids first."),
     ("sparse tokens", lambda: layer()(tokens.to_sparse()),
         "The query is a sparse_coo tensor; make it an ordinary one, with padding or to_dense()."),
     ("nested tokens", lambda: layer()(torch.nested.nested_tensor([tokens[0], tokens[1, :3]])),
@@ -1064,7 +1074,11 @@ LAYERS = (
     ("a modification without a list in the call", lambda: layer()(tokens, score_mods=Softcap(2.0)),
         "score_mods= is Softcap; give a list of ScoreMods, () for none."),
     ("dictionary as a cache", lambda: layer()(tokens, cache={}),
-        "cache= takes a KVCache, not dict; leave it out for none."),
+        "cache= takes a KVCache, not dict; give each layer its own, or leave it out for none."),
+    ("class as a cache", lambda: layer()(tokens, cache=DynamicCache),
+        "cache=DynamicCache is a class; call it: DynamicCache(…)."),
+    ("mask in place of keys", lambda: layer()(tokens, Causal()),
+        "key is Causal; give (batch, tokens, 12), or all (tokens, size) unbatched. A mask goes into mask=."),
     ("lengths without a cache", lambda: layer()(tokens, lengths=torch.tensor([1, 2])),
         "lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths)."),
     ("rotated first by a number", lambda: layer(rotate_first=1),
@@ -1316,18 +1330,28 @@ class Held(nn.Module):
 
 
 CACHED = (
-    ("cache held by a module that is exported", lambda: torch.export.export(Held(), (tokens,)),
+    (
+        "cache held by a module that is exported",
+        lambda: torch.export.export(Held(), (tokens,)),
         "An exported file would hold this cache as it is now; make a cache in forward, and set its stored, length and "
-        "lengths from tensors that the file is given."),
-    ("cache that starts at a number for each row",
+        "lengths from tensors that the file is given.",
+    ),
+    (
+        "cache that starts at a number for each row",
         lambda: layer()(tokens, cache=DynamicCache(), positions=Positions(T, start=torch.tensor([0, 2]))),
         "The cache holds 0 tokens, but the first token of the call has index a number in each row; leave positions "
-        "out, or crop() the cache."),
-    ("state of a cache without its length",
+        "out, or crop() the cache.",
+    ),
+    (
+        "state of a cache without its length",
         lambda: DynamicCache().load_state_dict({"kind": "DynamicCache", "room": None, "lengths": None, "offset": 0}),
-        "The state of a cache lacks length, next_position; give what state_dict() returned."),
-    ("lengths for keys that are there", lambda: layer()(tokens, cache=fixed(), lengths=torch.tensor([1, 2])),
-        "The cache is filled with 7 keys, and lengths and key_positions came with them; leave them out."),
+        "The state of a cache lacks length, next_position; give what state_dict() returned.",
+    ),
+    (
+        "lengths for keys that are there",
+        lambda: layer()(tokens, cache=fixed(), lengths=torch.tensor([1, 2])),
+        "The cache is filled with 7 keys, and lengths and key_positions came with them; leave them out.",
+    ),
     (
         "cache of another batch",
         lambda: layer()(tokens[:1], cache=filled()),
@@ -1392,7 +1416,8 @@ CACHED = (
     (
         "fixed cache without keys",
         lambda: layer()(tokens, cache=FixedCache()),
-        "A FixedCache that is empty needs key tokens; give key= in the first call.",
+        "A FixedCache that is empty needs key tokens; give key= in the first call, or take DynamicCache for "
+        "self-attention.",
     ),
     (
         "fixed cache asked before it is filled",

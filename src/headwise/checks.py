@@ -136,7 +136,7 @@ def as_positions(positions: Any, base: Positions, query: Tensor, name: str) -> P
     if not isinstance(positions, Positions):
         raise ShapeError(
             f"The {name} positions are {type(positions).__name__}; give Positions(count, start), or a tensor of whole "
-            "numbers (batch, tokens)."
+            "numbers, (tokens,) or (batch, tokens)."
         )
     if positions.count != base.count:
         raise ShapeError(
@@ -145,8 +145,11 @@ def as_positions(positions: Any, base: Positions, query: Tensor, name: str) -> P
     for tensor in positions.tensors():
         rows = tensor.shape[0] if tensor.dim() == 1 else tensor.shape[-2]
         if rows != query.shape[0] and (rows != 1 or tensor.dim() == 1):
-            raise ShapeError(f"The {name} positions are for {rows} rows, the call has {query.shape[0]}; give one each.")
-        same_device(tensor, query, f"{name} positions")
+            raise ShapeError(
+                f"The {name} positions are for {rows} rows, the call has {query.shape[0]}; give (batch, tokens), or "
+                "(axes, batch, tokens) where a token has several."
+            )
+        same_device(tensor, query, f"tensor of {name} positions")
     return positions
 
 
@@ -289,15 +292,21 @@ def complete(
             )
     else:
         if isinstance(cache, FixedCache) and key is None:
-            raise CacheError("A FixedCache that is empty needs key tokens; give key= in the first call.")
+            raise CacheError(
+                "A FixedCache that is empty needs key tokens; give key= in the first call, or take DynamicCache for "
+                "self-attention."
+            )
         key = query if key is None else key
         value = key if value is None else value
         wants |= {"key": (key, layer.key_dim, layer.k_proj), "value": (value, layer.value_dim, layer.v_proj)}
     for name, (tokens, size, projection) in wants.items():
         if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
             shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.")
+            hint = " A mask goes into mask=." if isinstance(tokens, Mask) else ""
+            raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.{hint}")
         strided(tokens, name)
+        if not tokens.is_floating_point():
+            raise ShapeError(f"{name} is {tokens.dtype}; a layer takes floating point tokens, so embed ids first.")
         if tokens.shape[-1] != size:
             raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}; project them.")
         if layer.max_length is not None and tokens.shape[-2] > layer.max_length:
@@ -327,8 +336,12 @@ def place(
     keys: Any,
 ) -> tuple[Positions, Positions]:
     """Where the tokens of a layer's call stand; see ``stand`` for what is not given."""
+    if isinstance(cache, type) and issubclass(cache, KVCache):
+        raise ShapeError(f"cache={cache.__name__} is a class; call it: {cache.__name__}(…).")
     if cache is not None and not isinstance(cache, KVCache):
-        raise ShapeError(f"cache= takes a KVCache, not {type(cache).__name__}; leave it out for none.")
+        raise ShapeError(
+            f"cache= takes a KVCache, not {type(cache).__name__}; give each layer its own, or leave it out for none."
+        )
     if cache is None and lengths is not None:
         raise ShapeError("lengths= tells a cache what to keep, and there is none; hide padding with Padding(lengths).")
     rows = query.shape[-2]

@@ -402,7 +402,8 @@ class Dense(Mask):
         if values.dtype != torch.bool:
             raise ShapeError(
                 f"A mask of dtype {values.dtype} does not say what its numbers mean. Pass Dense.from_zeros(tensor) "
-                "where 0 hides, or a boolean tensor that is True where a query may attend."
+                "where 0 hides, Padding(tensor.bool()) for one entry per token of each row, or booleans, True where a "
+                "query may attend."
             )
         check_tile(values, "mask")
 
@@ -566,6 +567,7 @@ def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
         if value.is_floating_point() or value.dtype == torch.bool or value.dim() != 1:
             raise ShapeError(
                 f"{what} is a {value.dtype} tensor of shape {tuple(value.shape)}; give one integer per row, (batch,)."
+                + (" A padding mask is given as booleans: Padding(mask.bool())." if value.dim() == 2 else "")
             )
         if value.dtype not in (torch.int32, torch.int64):  # sums and differences would not fit
             value = value.to(torch.int64)

@@ -10,9 +10,10 @@ def broadcast_to_call(shape: torch.Size, batch: int, heads: int, rows: int, slot
     """Refuse a tensor of two or four dimensions that does not broadcast to the scores of a call."""
     call = (batch, heads, rows, slots)[4 - len(shape) :]
     if any(n not in (1, size) for n, size in zip(shape, call, strict=True)):
+        hint = " For padding, one entry per token of each row, write Padding(mask)." if what == "mask" else ""
         raise ShapeError(
             f"A {what} of shape {tuple(shape)} does not fit scores of shape {(batch, heads, rows, slots)} (batch, "
-            "heads, queries, keys); each size must be equal or 1."
+            "heads, queries, keys); each size must be equal or 1." + (hint if tuple(shape) == (batch, slots) else "")
         )
 
 

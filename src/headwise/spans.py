@@ -91,9 +91,9 @@ class Spans:
 
     def rolled(self, ring: Number) -> "Spans":
         """The same slots where they lie in a ring: slot s at (s + ring) modulo the number of slots."""
-        ring = ring % max(1, self.slots)
         if (isinstance(ring, int) and ring == 0) or self.is_full:
             return self
+        ring = ring % max(1, self.slots)
         runs = self.tensor(ring.device if isinstance(ring, Tensor) else self.device)
         moved = runs + (ring[:, None, None, None, None] if isinstance(ring, Tensor) else ring)
         # what is pushed out at the end comes in at the beginning; one run at most does both

@@ -43,6 +43,10 @@ class Sdpa(Backend):
         if x.lse != "no" or x.sinks is not None:
             if x.query.device.type != "cpu":
                 return "its log-sum-exp, which sinks need too, is to be had on the CPU only"
+            if torch.compiler.is_exporting():
+                return (
+                    "its log-sum-exp, which sinks need too, is a kernel of the CPU, and an exported file runs anywhere"
+                )
             if x.dropout_p > 0:
                 return "its log-sum-exp, which sinks need too, is not to be had with dropout"
             if x.needs_grad and any(t.requires_grad for t in x.score_tensors()):
@@ -81,6 +85,12 @@ class Sdpa(Backend):
             causal, allowed = False, x.allowed()[..., slots]
         if tile is not None and allowed is not None:
             tile = tile.masked_fill(~allowed, -torch.inf)
+        if torch.compiler.is_exporting() and allowed is not None:
+            # whatever runs the file may make a mean, or NaN, of a row that sees nothing
+            dead = ~allowed.any(-1, keepdim=True)
+            tile = None if tile is None else tile.masked_fill(dead, 0)
+            out, lse = _attend(x, query, key, value, allowed | dead, tile, causal)
+            return out.masked_fill(dead, 0), lse
         return _attend(x, query, key, value, allowed, tile, causal)
 
 
