@@ -1,5 +1,7 @@
 """Compiled equals eager, without a break in the graph. The backends of torch.compile here need no compiler."""
 
+import shutil
+
 import pytest
 import torch
 from cases import BACKEND_NAMES, SHAPES, Call
@@ -9,15 +11,24 @@ from headwise import (
     ALiBi,
     Bias,
     Causal,
+    Chunk,
     Dense,
+    Document,
+    DynamicCache,
+    FixedCache,
     Full,
     MultiHeadAttention,
+    Not,
     Padding,
+    Positions,
     Prefix,
+    RollingCache,
     RotaryEmbedding,
     Softcap,
+    StaticCache,
     Window,
     attention,
+    pack,
 )
 
 pytestmark = [
@@ -160,3 +171,213 @@ def test_dropout_with_a_seed():
     tensors = CALL.tensors()
     for seed in (3, 4):
         close(run(*tensors, torch.tensor(seed)), attention(*tensors, mask=Causal(), dropout_p=0.5, seed=seed))
+
+
+# --- how many graphs: what changes from call to call, and what it costs
+
+
+def counted(run, dynamic=None):
+    """A function compiled by a compiler that counts the graphs it is given."""
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(run, fullgraph=True, backend=count, dynamic=dynamic), graphs
+
+
+def turning(**how):
+    return MultiHeadAttention(30, 15, num_kv_heads=3, head_dim=4, rotary=RotaryEmbedding(4), **how)
+
+
+LENGTHS = (7, 9, 23, 5, 31, 2, 64, 17)  # both sides of a window, and of the few rows whose heads are folded
+LENGTHWISE = {
+    "full": ({}, lambda f, t: f(randn(2, t, 30))),
+    "causal": ({"mask": Causal()}, lambda f, t: f(randn(2, t, 30))),
+    "window": ({"mask": Causal() & Window(6)}, lambda f, t: f(randn(2, t, 30))),
+    "prefix": ({"mask": Causal() | Prefix(4)}, lambda f, t: f(randn(2, t, 30))),
+    "not": ({"mask": ~Window(2)}, lambda f, t: f(randn(2, t, 30))),
+    "batch": ({"mask": Causal()}, lambda f, t: f(randn(2 + t % 3, t, 30))),
+    "padding": ({"mask": Causal()}, lambda f, t: f(randn(2, t, 30), mask=Padding(torch.tensor([t, t // 2])))),
+    "cross": ({"mask": Causal()}, lambda f, t: f(randn(2, t, 30), randn(2, 2 + (t * 5) % 27, 30))),
+    "packed": (
+        {"mask": Causal() & Window(6)},
+        lambda f, t: _packed(f, [randn(n, 30, seed=n) for n in (t, 3, 2 * t)]),
+    ),
+}
+
+
+def _packed(run, sequences):
+    packed = pack(sequences)
+    return run(packed.tokens, mask=packed.mask, positions=packed.positions)
+
+
+@GRAD
+@pytest.mark.parametrize("case", LENGTHWISE)
+def test_new_lengths_cost_nothing_after_the_second(case, grad):
+    how, call = LENGTHWISE[case]
+    layer = turning(**how)
+    for dynamic, most in ((None, 2), (True, 1)):
+        torch._dynamo.reset()
+        run, graphs = counted(layer, dynamic)
+        with torch.set_grad_enabled(grad):
+            for n, length in enumerate(LENGTHS):
+                close(call(run, length), call(layer, length).detach())
+                assert len(graphs) <= most, f"length {length}, the {n + 1}th, cost another graph"
+    if grad:
+        call(run, 12).square().sum().backward()
+
+
+NUMBERS = {
+    "window": lambda n: Causal() & Window(n),
+    "prefix": lambda n: Causal() | Prefix(n),
+    "chunk": Chunk,
+    "padding": Padding,
+}
+
+
+@BACKEND
+@pytest.mark.parametrize("mask", NUMBERS)
+def test_a_changed_number_costs_one_graph_and_then_nothing(mask, backend):
+    layer, x = turning(backend=backend), randn(2, 23, 30, seed=133)
+    run, graphs = counted(layer)
+    seen = []
+    with torch.no_grad():
+        for number in (3, 3, 4, 5, 9, 3, 40):
+            close(run(x, mask=NUMBERS[mask](number)), layer(x, mask=NUMBERS[mask](number)))
+            seen.append(len(graphs))
+    assert seen == [1, 1, 2, 2, 2, 2, 2], "one when it changes first, from when on it is a variable"
+
+
+def test_new_tensors_in_a_mask_cost_nothing():
+    layer, x = turning(mask=Causal()), randn(2, 23, 30, seed=134)
+    run, graphs = counted(layer)
+    with torch.no_grad():
+        for n in range(4):
+            lengths = torch.tensor([23 - n, 5 + n])
+            for mask in (
+                Padding(lengths),
+                Padding(left=lengths),
+                Document(randn(2, 23, seed=n).gt(0).long().cumsum(1)),
+            ):
+                close(run(x, mask=mask), layer(x, mask=mask))
+    assert len(graphs) == 3, "one for each kind of mask"
+
+
+CACHES = {"static": lambda: StaticCache(240), "dynamic": DynamicCache, "rolling": lambda: RollingCache(40)}
+
+
+@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
+@pytest.mark.parametrize("cache", CACHES)
+def test_200_steps_of_a_generation_cost_nothing(cache, ragged):
+    """One graph for the prompt, one for the first token, which stands at a number; a buffer that grows costs one."""
+    layer = turning(mask=Causal() & Window(40)).eval()
+    x = randn(2, 7 + 200, 30, seed=135)
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        run, graphs = counted(layer, dynamic)
+        ours, theirs = CACHES[cache](), CACHES[cache]()
+        given = {"lengths": torch.tensor([7, 4])} if ragged else {}
+        with torch.no_grad():
+            for made, call in ((ours, run), (theirs, layer)):
+                call(x[:, :7], cache=made, **given)
+            steps = []
+            for t in range(7, 207):
+                want = layer(x[:, t : t + 1], cache=theirs)
+                close(run(x[:, t : t + 1], cache=ours), want)
+                steps.append(len(graphs))
+        assert steps[0] == 2 and steps[1] == (3 if dynamic is None else 2)
+        assert steps[-1] == steps[1] or cache == "dynamic" and steps[-1] <= steps[1] + 2, steps
+        assert ours.length == theirs.length == 207
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_chunks_of_a_prompt(cache):
+    layer = turning(mask=Causal() & Window(40)).eval()
+    x = randn(2, 87, 30, seed=136)
+    run, graphs = counted(layer, True)
+    for grad in (False, True):
+        made, ys = CACHES[cache](), []
+        with torch.set_grad_enabled(grad):
+            ys = [run(part, cache=made) for part in x.split((5, 7, 9, 11, 4, 6, 3, 8, 12, 13, 9), 1)]
+        close(torch.cat(ys, 1), layer(x).detach())
+    # each: nothing stored, something, the window passed, the buffer grown
+    assert len(graphs) <= 8
+
+
+def test_a_filled_fixed_cache():
+    layer = turning().eval()
+    memory, x = randn(2, 11, 30, seed=137), randn(2, 9, 30, seed=138)
+    run, graphs = counted(layer, True)
+    cache = FixedCache()
+    with torch.no_grad():
+        ys = [run(x[:, :1], memory, cache=cache), *(run(x[:, t : t + 1], cache=cache) for t in range(1, 9))]
+    close(torch.cat(ys, 1), layer(x, memory, positions=Positions(9)).detach())
+    assert len(graphs) == 3  # filled, asked from 0, asked from a variable
+
+
+# --- modes
+
+
+@pytest.mark.parametrize("how", ({}, {"sinks": True}, {"score_mods": [Softcap(3.0)]}), ids=("sdpa", "sinks", "softcap"))
+def test_training_under_autocast(how):
+    layer = turning(mask=Causal(), q_norm=torch.nn.RMSNorm(4), k_norm=torch.nn.RMSNorm(4), **how)
+    x = randn(2, 11, 30, seed=139)
+
+    def step(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x)
+
+    results = []
+    for run in both(step):
+        out = run(x)
+        assert out.dtype == torch.bfloat16
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), list(layer.parameters()))])
+    layer.double()
+    exact = layer(x.double())
+    exact = [exact, *torch.autograd.grad(exact.square().sum(), list(layer.parameters()))]
+    for eager, compiled, want in zip(*results, exact, strict=True):
+        assert_as_good_as(compiled, want, eager, terms=64, inner=want.abs().max().item())
+
+
+def test_dropout_in_training():
+    """Without a seed each call draws anew, from torch's generator; with one, compiled equals eager."""
+    layer = turning(mask=Causal(), dropout_p=0.5)
+    x = randn(2, 11, 30, seed=140)
+    run = both(layer)[1]
+    torch.manual_seed(5)
+    first, second = run(x), run(x)
+    torch.manual_seed(5)
+    assert run(x).equal(first) and not first.equal(second)
+    seed = torch.tensor(11)
+    results = []
+    for call in (layer, run):
+        out = call(x, seed=seed)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+    for want, got in zip(*results, strict=True):
+        close(got, want)
+
+
+def test_not_is_built_outside_or_by_its_name():
+    """Dynamo knows no ``~`` of an object: it says so, and ``Not`` is the same."""
+    layer, x = turning(), randn(2, 11, 30, seed=141)
+    want = layer(x, mask=~Window(2)).detach()
+    close(both(lambda x: layer(x, mask=Not(Window(2))))[1](x), want)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="invert"):
+        both(lambda x: layer(x, mask=~Window(2)))[1](x)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler, and there is no g++")
+def test_inductor():
+    layer = turning(mask=Causal() & Window(4))
+    run = torch.compile(layer, fullgraph=True, dynamic=True)
+    for length in (7, 23):
+        x = randn(2, length, 30, seed=142)
+        results = []
+        for call in (layer, run):
+            out = call(x)
+            results.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+        for want, got in zip(*results, strict=True):
+            close(got, want)

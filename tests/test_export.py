@@ -108,6 +108,11 @@ CALLS = {
     ),
     "reference": ({"mask": Causal(), "backend": "reference"}, lambda f, x, y: f(x, y), "xy"),
 }
+FIRST = (
+    "full", "causal", "window", "padding", "axes", "cross", "cross, causal", "cross, padding", "sinks", "alibi", "softcap",
+    "bias", "not", "unbatched",
+)  # fmt: skip
+# the others take a minute or two, and run with the slow tests
 DIMS = {
     "x": {0: B, 1: T},
     "y": {0: B, 1: S},
@@ -152,8 +157,14 @@ def close(got, want, what=""):
     assert_as_good_as(got, want.double(), want, terms=64, inner=want.abs().max().item(), what=what)
 
 
-@STRICT
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call, strict",
+    [
+        pytest.param(call, strict, id=f"{call}{', strict' if strict else ''}", marks=[pytest.mark.slow] * slow)
+        for call in CALLS
+        for strict, slow in ((False, call not in FIRST), (True, call not in ("padding", "cross, causal")))
+    ],
+)
 def test_one_file_runs_at_every_size(call, strict):
     how, run, letters = CALLS[call]
     module = Call(layer(**how), run)

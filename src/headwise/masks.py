@@ -19,7 +19,7 @@ from headwise.algebra import Allowed, Indices, Mask
 from headwise.errors import ShapeError
 from headwise.positions import Positions, integer
 from headwise.shapes import broadcast_to_call, broadcasts, check_tile, strided
-from headwise.spans import Spans, make_runs, stack_heads
+from headwise.spans import Spans, make_runs, stack_heads, surely
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,7 +460,7 @@ class Dense(Mask):
         row, slot = _column_of(queries, b, q), _column_of(keys, b, k)
         where = (b, h, row, slot)[4 - self.values.dim() :]
         return self.values[
-            tuple(i if n > 1 else torch.zeros_like(i) for i, n in zip(where, self.values.shape, strict=True))
+            tuple(torch.zeros_like(i) if surely(n == 1) else i for i, n in zip(where, self.values.shape, strict=True))
         ]
 
 

@@ -8,6 +8,8 @@ from headwise.errors import ShapeError
 
 def broadcast_to_call(shape: torch.Size, batch: int, heads: int, rows: int, slots: int, what: str) -> None:
     """Refuse a tensor of two or four dimensions that does not broadcast to the scores of a call."""
+    if torch.compiler.is_exporting():  # sizes that data decides cannot be asked; the file itself will not fit others
+        return
     call = (batch, heads, rows, slots)[4 - len(shape) :]
     if any(n not in (1, size) for n, size in zip(shape, call, strict=True)):
         hint = " For padding, one entry per token of each row, write Padding(mask)." if what == "mask" else ""
