@@ -213,20 +213,28 @@ def _packed(run, sequences):
     return run(packed.tokens, mask=packed.mask, positions=packed.positions)
 
 
-@GRAD
-@pytest.mark.parametrize("case", LENGTHWISE)
+@pytest.mark.parametrize(
+    "case, grad",
+    [
+        pytest.param(case, grad, id=f"{case}{', grad' * grad}", marks=[pytest.mark.slow] * slow)
+        for case in LENGTHWISE
+        for grad, slow in (
+            (False, case in ("full", "prefix", "not", "batch")),
+            (True, case not in ("window", "packed")),
+        )
+    ],
+)
 def test_new_lengths_cost_nothing_after_the_second(case, grad):
     how, call = LENGTHWISE[case]
     layer = turning(**how)
-    for dynamic, most in ((None, 2), (True, 1)):
-        torch._dynamo.reset()
-        run, graphs = counted(layer, dynamic)
-        with torch.set_grad_enabled(grad):
-            for n, length in enumerate(LENGTHS):
-                close(call(run, length), call(layer, length).detach())
-                assert len(graphs) <= most, f"length {length}, the {n + 1}th, cost another graph"
+    run, graphs = counted(layer, True if grad else None)  # True: dynamic from the first call on
+    with torch.set_grad_enabled(grad):
+        for n, length in enumerate(LENGTHS):
+            out = call(run, length)
+            close(out, call(layer, length).detach())
+            assert len(graphs) <= 2 - grad, f"length {length}, the {n + 1}th, cost another graph"
     if grad:
-        call(run, 12).square().sum().backward()
+        out.square().sum().backward()
 
 
 NUMBERS = {
@@ -237,10 +245,9 @@ NUMBERS = {
 }
 
 
-@BACKEND
 @pytest.mark.parametrize("mask", NUMBERS)
-def test_a_changed_number_costs_one_graph_and_then_nothing(mask, backend):
-    layer, x = turning(backend=backend), randn(2, 23, 30, seed=133)
+def test_a_changed_number_costs_one_graph_and_then_nothing(mask):
+    layer, x = turning(), randn(2, 23, 30, seed=133)
     run, graphs = counted(layer)
     seen = []
     with torch.no_grad():
@@ -268,13 +275,19 @@ def test_new_tensors_in_a_mask_cost_nothing():
 CACHES = {"static": lambda: StaticCache(240), "dynamic": DynamicCache, "rolling": lambda: RollingCache(40)}
 
 
-@pytest.mark.parametrize("ragged", (False, True), ids=("even", "ragged"))
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    "cache, ragged",
+    [
+        pytest.param(cache, ragged, id=f"{cache}{', ragged' * ragged}", marks=[pytest.mark.slow] * slow)
+        for cache in CACHES
+        for ragged, slow in ((False, False), (True, cache != "static"))
+    ],
+)
 def test_200_steps_of_a_generation_cost_nothing(cache, ragged):
     """One graph for the prompt, one for the first token, which stands at a number; a buffer that grows costs one."""
     layer = turning(mask=Causal() & Window(40)).eval()
     x = randn(2, 7 + 200, 30, seed=135)
-    for dynamic in (None, True):
+    for dynamic in (None, True) if cache == "static" and not ragged else (True,):
         torch._dynamo.reset()
         run, graphs = counted(layer, dynamic)
         ours, theirs = CACHES[cache](), CACHES[cache]()
@@ -288,10 +301,11 @@ def test_200_steps_of_a_generation_cost_nothing(cache, ragged):
                 close(run(x[:, t : t + 1], cache=ours), want)
                 steps.append(len(graphs))
         assert steps[0] == 2 and steps[1] == (3 if dynamic is None else 2)
-        assert steps[-1] == steps[1] or cache == "dynamic" and steps[-1] <= steps[1] + 2, steps
+        assert steps[-1] == steps[1] or (cache == "dynamic" and steps[-1] <= steps[1] + 3), steps
         assert ours.length == theirs.length == 207
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
 def test_chunks_of_a_prompt(cache):
     layer = turning(mask=Causal() & Window(40)).eval()
@@ -314,7 +328,7 @@ def test_a_filled_fixed_cache():
     with torch.no_grad():
         ys = [run(x[:, :1], memory, cache=cache), *(run(x[:, t : t + 1], cache=cache) for t in range(1, 9))]
     close(torch.cat(ys, 1), layer(x, memory, positions=Positions(9)).detach())
-    assert len(graphs) == 3  # filled, asked from 0, asked from a variable
+    assert len(graphs) == 2  # one that fills it, and one that asks
 
 
 # --- modes

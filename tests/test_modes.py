@@ -200,9 +200,11 @@ def test_checkpointing_with_dropout(kind, seed, reentrant):
     results = []
     for run in (
         lambda x: layer(x, seed=seed),
-        lambda x: checkpoint(layer, x, seed=seed, use_reentrant=False)
-        if not reentrant
-        else checkpoint(lambda x: layer(x, seed=seed), x, use_reentrant=True),
+        lambda x: (
+            checkpoint(layer, x, seed=seed, use_reentrant=False)
+            if not reentrant
+            else checkpoint(lambda x: layer(x, seed=seed), x, use_reentrant=True)
+        ),
     ):
         torch.manual_seed(3)
         x = leaf(X)
