@@ -246,7 +246,7 @@ def test_a_backend_refuses_for_exactly_the_known_reasons():
             if reason is not None:
                 given[name].add(reason.split(" (")[0])
     assert given == REASONS
-    assert able == {"sdpa": 21, "reference": len(SCORE_MODS) * 6}
+    assert able == {"sdpa": 23, "reference": len(SCORE_MODS) * 6}
 
 
 def test_a_refusal_is_an_error_that_gives_the_reason():

@@ -105,7 +105,12 @@ class Mask(ABC):
 
 @dataclass(frozen=True, eq=False)
 class And(Mask):
-    """Attend where both masks allow it; what ``a & b`` builds."""
+    """Attend where both masks allow it; what ``a & b`` builds.
+
+    Example:
+        >>> And(Causal(), Window(2)) == Causal() & Window(2)
+        True
+    """
 
     a: Mask
     b: Mask
@@ -135,7 +140,12 @@ class And(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Or(Mask):
-    """Attend where either mask allows it; what ``a | b`` builds."""
+    """Attend where either mask allows it; what ``a | b`` builds.
+
+    Example:
+        >>> Or(Causal(), Prefix(2)) == Causal() | Prefix(2)
+        True
+    """
 
     a: Mask
     b: Mask
@@ -163,7 +173,14 @@ class Or(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Not(Mask):
-    """Attend where the mask does not allow it; what ``~a`` builds."""
+    """Attend where the mask does not allow it; what ``~a`` builds.
+
+    Example:
+        >>> print(draw(Not(Causal()), 3))
+        · ■ ■
+        · · ■
+        · · ·
+    """
 
     a: Mask
 

@@ -26,6 +26,21 @@ Stored = Float[Tensor, "B K L D"] | Int[Tensor, "B A L 1"]  # keys, values, or p
 class KVCache(ABC):
     """Where a layer leaves keys and values for its next call.
 
+    A cache of your own has the one method ``append``. A call that is refused after its tokens were stored, for the sake
+    of its mask for instance, has stored them.
+
+    Example:
+        >>> class Everything(KVCache):
+        ...     def append(self, key, value, positions, lengths=None):
+        ...         old = self.stored or {"key": key[:, :, :0], "value": value[:, :, :0]}
+        ...         self.stored = {"key": torch.cat([old["key"], key], 2), "value": torch.cat([old["value"], value], 2)}
+        ...         self.length += positions.count
+        ...         return self.stored["key"], self.stored["value"], Positions(self.length)
+        >>> layer, cache, x = MultiHeadAttention(8, 2, mask=Causal()), Everything(), torch.randn(1, 5, 8)
+        >>> steps = torch.cat([layer(part, cache=cache) for part in x.split(2, 1)], 1)
+        >>> torch.allclose(steps, layer(x), atol=1e-6)
+        True
+
     Attributes:
         length: How many tokens are stored; where rows differ, a number that no row exceeds.
         lengths: How many tokens each row holds, once rows may differ; None while all hold ``length``.

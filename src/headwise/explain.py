@@ -80,6 +80,11 @@ class Choice:
 class Explanation:
     """One call of attention, explained; printed as text.
 
+    Example:
+        >>> found = headwise.explain(MultiHeadAttention(8, 2), torch.randn(1, 3, 8))
+        >>> found.backend, found.sizes["H"], found.steps[0].name
+        ('sdpa', 2, 'project q')
+
     Args:
         sizes: B, H, K, T, S, D, V and E where there is one.
         dtype: Of queries, keys and values.

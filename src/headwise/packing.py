@@ -27,6 +27,14 @@ Tokens = Shaped[Tensor, "1 N E"] | Int[Tensor, "1 N"]
 class Packed:
     """Sequences in one row, with the mask and the positions that go with it; made by ``pack``.
 
+    Example:
+        >>> packed = headwise.pack([torch.tensor([4, 2]), torch.tensor([9])])
+        >>> packed.tokens, packed.lengths, packed.position_ids
+        (tensor([[4, 2, 9]]), (2, 1), tensor([[0, 1, 0]]))
+        >>> packed.pad(packed.tokens)
+        tensor([[4, 2],
+                [9, 0]])
+
     Attributes:
         tokens: All tokens, one sequence after the other, in a batch of one.
         lengths: Number of tokens of each sequence.
@@ -49,7 +57,7 @@ class Packed:
         return list(self._checked(tokens)[0].split(self.lengths))
 
     def pad(
-        self, tokens: Shaped[Tensor, "1 N *sizes"], value: float = 0.0, *, left: bool = False
+        self, tokens: Shaped[Tensor, "1 N *sizes"], value: float | int = 0.0, *, left: bool = False
     ) -> Shaped[Tensor, "B T *sizes"]:
         """The same as a padded batch: ``value`` after each sequence, or before it."""
         side = "left" if left else "right"

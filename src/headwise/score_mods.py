@@ -38,6 +38,15 @@ class Lowered:
 class ScoreMod(nn.Module):
     """A modification of the scores; subclass it and write ``forward``.
 
+    Example:
+        >>> class Halved(ScoreMod):
+        ...     def forward(self, score, b, h, q, k):
+        ...         return score / 2
+        >>> x = torch.eye(2)[None, None]
+        >>> headwise.attention_weights(x, x, score_mods=[Halved()], scale=1.0, stage="biased")
+        tensor([[[[0.5000, 0.0000],
+                  [0.0000, 0.5000]]]])
+
     Attributes:
         over: What ``q`` and ``k`` of ``forward`` are: "positions", or "slots" for rows and columns of the call, in
             the order of its tokens.

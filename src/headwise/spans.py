@@ -35,6 +35,11 @@ class Spans:
         left: Lower bound that moves with the row.
         right: Upper bound, exclusive, that moves with the row.
         runs: Start and stop of each run, ascending and disjoint in the R dimension, empty ones last.
+
+    Example:
+        >>> spans = (Causal() & Window(2)).spans(Positions(3), Positions(3))
+        >>> spans.is_numbers, spans.tensor()[0, 0, :, 0].tolist(), int(spans.work())
+        (True, [[0, 1], [0, 2], [1, 3]], 5)
     """
 
     rows: int

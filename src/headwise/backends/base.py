@@ -27,6 +27,12 @@ Rows = slice | Int[Tensor, " R"]
 class Inputs:
     """One call of attention, checked and complete.
 
+    Example:
+        >>> layer = MultiHeadAttention(8, 2, mask=Causal())
+        >>> layer.observer = lambda x, out, lse: print(x.mask, x.query.shape, x.allowed().sum().item())
+        >>> y = layer(torch.randn(1, 3, 8))
+        Causal() torch.Size([1, 2, 3, 4]) 6
+
     Args:
         query: Queries, as they enter the score: normed and rotated.
         key: Keys, likewise.
@@ -152,6 +158,17 @@ class Backend(ABC):
 
     ``why_not`` gives a reason or None; the reason is what errors, ``explain``, tests and benchmarks show. On the path
     of a call it is a constant text: one with a length in it would recompile at every length.
+
+    Example:
+        >>> class Mean(Backend):
+        ...     name = "mean"
+        ...     def why_not(self, x):
+        ...         return None if isinstance(x.mask, Full) else "it knows no mask"
+        ...     def run(self, x):
+        ...         return x.value.mean(-2, keepdim=True).expand(*x.query.shape[:3], -1), None
+        >>> x = torch.ones(1, 1, 2, 4)
+        >>> attention(x, x, x, backend=Mean()).shape
+        torch.Size([1, 1, 2, 4])
     """
 
     name: str
