@@ -565,6 +565,17 @@ def test_a_loaded_fixed_cache_does_not_know_where_its_keys_come_from():
     close(layer(x, cache=caches[0]), wants[1])
 
 
+def test_a_fixed_cache_forgets_the_memory_of_a_call_that_was_refused():
+    layer, x, cache = MultiHeadAttention(E, HEADS).double(), tokens(1, 2), FixedCache()
+    refused, memory, values = (tokens(1, 4, seed=s) for s in (81, 82, 83))
+    with pytest.raises(ShapeError):
+        layer(x, refused, cache=cache, lengths=torch.tensor([9]))
+    want = layer(x, memory, values, cache=cache)
+    with pytest.raises(CacheError, match="may be others"):
+        layer(x, refused, cache=cache)
+    close(layer(x, cache=cache), want)
+
+
 def test_a_filled_fixed_cache_refuses_what_came_with_its_keys():
     layer, x, memory, cache = MultiHeadAttention(E, HEADS).double(), tokens(2, 2), tokens(2, 4), FixedCache()
     layer(x, memory, cache=cache)

@@ -601,13 +601,6 @@ CACHE = pytest.mark.parametrize("cache", CACHES)
 WITH = pytest.mark.parametrize("name", ("plain", "gqa, rotary", "mqa, sinks", "norms, alibi"))
 
 
-def kind_of(cache):
-    found = getattr(headwise, cache, None)
-    if found is None:
-        pytest.skip(f"headwise has no {cache} yet")
-    return found
-
-
 def in_chunks(layer, x, cache, sizes):
     return torch.cat([layer(part, cache=cache) for part in x.split(sizes, 1)], 1)
 
@@ -616,7 +609,7 @@ def in_chunks(layer, x, cache, sizes):
 @WITH
 @pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
 def test_any_chunking_equals_one_pass(cache, name, grad):
-    kind = kind_of(cache)
+    kind = getattr(headwise, cache)
     layer, double, here = layer_of(name, mask=Causal() & Window(9))
     x = randn(2, 31, 48, seed=34)
     want, plain = double(x.double()).detach(), layer(x).detach()
@@ -629,7 +622,7 @@ def test_any_chunking_equals_one_pass(cache, name, grad):
 @CACHE
 @WITH
 def test_rows_of_different_lengths_equal_each_sequence_alone(cache, name):
-    kind = kind_of(cache)
+    kind = getattr(headwise, cache)
     layer, double, here = layer_of(name, mask=Causal() & Window(9))
     chunks = [(11, [11, 4]), (1, [1, 1]), (1, [1, 1]), (7, [3, 7]), (1, [1, 1])]
     x, held = randn(2, 31, 48, seed=35), CACHES[cache](kind)
@@ -650,7 +643,7 @@ def test_rows_of_different_lengths_equal_each_sequence_alone(cache, name):
 
 
 def test_a_fixed_cache_of_cross_attention():
-    kind = kind_of("FixedCache")
+    kind = headwise.FixedCache
     layer, double, here = layer_of("plain")
     memory, x = randn(2, 23, 48, seed=36), randn(2, 5, 48, seed=37)
     cache = kind()
@@ -663,7 +656,7 @@ def test_a_fixed_cache_of_cross_attention():
 
 @CACHE
 def test_a_cache_is_reordered_copied_saved_and_refuses_other_devices(cache, tmp_path):
-    kind = kind_of(cache)
+    kind = getattr(headwise, cache)
     layer, double, here = layer_of("gqa, rotary", mask=Causal() & Window(9))
     x, last = randn(2, 7, 48, seed=38), randn(2, 1, 48, seed=39)
     order = [1, 0]

@@ -565,8 +565,8 @@ class FixedCache(KVCache):
         self.asked, self.ahead = queries.stop, queries.offset
         return self._found(self.length, start=self.first, filled=self.lengths)
 
-    def remember(self, source: Tensor) -> None:
-        """Note which tokens the keys come from."""
+    def remember(self, source: Tensor | None) -> None:
+        """Note which tokens the keys come from; None where values come from others, which a later call cannot say."""
         self._source = source
 
     def is_from(self, source: Tensor) -> bool:

@@ -314,8 +314,8 @@ def complete(
                 f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
             )
         check_dtype(tokens, projection, name)
-    if isinstance(cache, FixedCache) and not recalls and isinstance(key, Tensor) and value is key:
-        cache.remember(key)
+    if isinstance(cache, FixedCache) and not recalls:
+        cache.remember(key if value is key else None)
     if recalls:
         return (query if query.dim() == 3 else query[None]), None, None
     if query.dim() == 3:
