@@ -90,6 +90,15 @@ def test_every_mask_score_modification_and_schedule_has_a_case():
     assert not forgotten(Schedule, schedules_covered(), public())
 
 
+def test_every_cache_and_schedule_has_a_case():
+    # a FixedCache is filled once: test_caches.py has tests of its own for it
+    made = {type(make()) for make in cases.CACHES.values()} | {headwise.FixedCache}
+    assert not forgotten(KVCache, made, public())
+    assert forgotten(KVCache, made - {headwise.StaticCache}, public()) == {"StaticCache"}
+    schedules = {type(case.given.get("schedule")) for case in cases.ROTARY}
+    assert not forgotten(headwise.Schedule, schedules, public())
+
+
 def test_a_forgotten_one_is_found():
     class Diagonal(Mask):
         def allowed(self, b, h, q, k):
