@@ -50,8 +50,8 @@ SIZES = {
     "plot": (42, 170),
     "transformers": (25, 160),
     "onnx": (10, 36),
-    "bench": (0, 0),
-    "test": (40, 160),
+    "bench": (45, 205),
+    "test": (5, 20),
     "docs": (20, 70),
     "check": (28, 90),
 }
@@ -392,7 +392,7 @@ def pytest_calls(everything, extra):
     """The two calls: with every annotation checked as the tests run, and without, for what is compiled."""
     hooked = "not plain" if everything else "not plain and not slow and not gpu"
     plain = "plain" if everything else "plain and not slow"
-    return [["--jaxtyping-packages=headwise,beartype.beartype", "-m", hooked, *extra], ["-m", plain, *extra]]
+    return [["--jaxtyping-packages=headwise,examples,beartype.beartype", "-m", hooked, *extra], ["-m", plain, *extra]]
 
 
 def worst(hooked, plain, chosen):

@@ -163,7 +163,7 @@ def test_text_travels_under_its_own_name(dev, tmp_path):
 def test_two_pytest_calls(dev):
     hooked, plain = dev.pytest_calls(everything=False, extra=["-k", "mask"])
     assert hooked == [
-        "--jaxtyping-packages=headwise,beartype.beartype",
+        "--jaxtyping-packages=headwise,examples,beartype.beartype",
         "-m",
         "not plain and not slow and not gpu",
         "-k",
