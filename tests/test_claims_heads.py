@@ -193,7 +193,10 @@ def test_the_embedded_model_is_measured_and_drawn(tmp_path):
     assert apart["itself"] < apart["others"] and apart["heads"] == 16
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     heads.draw_heads_by_distance(records, tmp_path / "distance.svg")
-    assert "embedded model" in (tmp_path / "distance.svg").read_text(encoding="utf-8")
+    drawn = (tmp_path / "distance.svg").read_text(encoding="utf-8")
+    assert ">embedded model: 2 layers of 8 heads</text>" in drawn and ">0.5 and 0.8: local up to" in drawn
+    heads.draw_heads_by_distance(records, tmp_path / "again.svg")
+    assert drawn == (tmp_path / "again.svg").read_text(encoding="utf-8"), "the same numbers give the same bytes"
 
 
 def test_relations_are_drawn(tmp_path):
@@ -202,8 +205,10 @@ def test_relations_are_drawn(tmp_path):
     records = {"heads/grammar/minilm/trained": {"result": {"kinds": {"obj, to head": kind}}}}
     records["heads/meaning/minilm/trained"] = {"result": {"not_tested": "no network"}}
     assert heads.pooled(kind, "accuracy") == 0.5
-    heads.draw_relations(records, tmp_path / "relations.png")
-    assert (tmp_path / "relations.png").stat().st_size > 0
+    for name in ("relations.svg", "again.svg"):
+        heads.draw_relations(records, tmp_path / name)
+    drawn = (tmp_path / "relations.svg").read_bytes()
+    assert b">obj, to head</text>" in drawn and drawn == (tmp_path / "again.svg").read_bytes()
 
 
 def packed(folder, files):

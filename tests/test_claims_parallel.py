@@ -126,6 +126,19 @@ def test_the_additive_score_holds_a_number_for_each_pair_and_feature():
     assert scores["dot"]["by_dot"]["median"] == 1
 
 
+def test_a_score_without_a_query_holds_one_row_and_gives_as_many_as_the_others(monkeypatch):
+    rows, size = 13, 8
+    calls = {}
+    real = parallel.interleave
+    monkeypatch.setattr(parallel, "interleave", lambda given, *pace: calls.update(given) or real(given, *pace))
+    scores = {entry["score"]: entry for entry in parallel.additive(rows, size, **PACE)["scores"]}
+    assert list(calls) == list(scores) == ["dot", "fused", "additive", "one row"]  # in the same rounds
+    results = {score: call()[0] for score, call in calls.items()}
+    assert {tuple(result.shape) for result in results.values()} == {(1, 1, rows, size)}
+    assert torch.equal(results["one row"], results["one row"][:, :, :1].expand(-1, -1, rows, -1))
+    assert 4 * rows * size <= scores["one row"]["peak_memory_bytes"] < scores["dot"]["peak_memory_bytes"]
+
+
 def test_an_exponent_is_the_power():
     assert parallel.exponent([2, 4, 16], [3 * n**2.5 for n in (2, 4, 16)]) == 2.5
     assert parallel.exponent([2], [1]) is None
@@ -158,14 +171,31 @@ def test_the_summary_is_of_all_units(results):
     assert set(found["loop_by_batched"]) == {"fused forward", "fused both", "plain forward", "plain both"}
     assert set(found["loop_by_batched"]["plain both"]) == {"1", "2"}
     assert set(found["steps"]) == {"8"} and set(found["additive"]) == {"16"}
+    assert set(found["additive"]["16"]) == {"dot", "fused", "additive", "one row"}
     json.dumps(found, allow_nan=False)
 
 
 def test_the_figures_are_drawn(results, tmp_path):
     pytest.importorskip("matplotlib", reason="figures need matplotlib")
     for draw in (parallel.draw_time_and_memory, parallel.draw_loop_against_batched):
-        draw(results, tmp_path / "figure.svg")
-        assert (tmp_path / "figure.svg").stat().st_size > 5000
+        for name in ("figure.svg", "again.svg"):
+            draw(results, tmp_path / name)
+        drawn = (tmp_path / "figure.svg").read_bytes()
+        assert len(drawn) > 5000 and (b">heads</text>" in drawn or b">tokens</text>" in drawn)
+        assert drawn == (tmp_path / "again.svg").read_bytes(), "the same numbers give the same bytes"
+
+
+def test_a_figure_says_where_a_bar_is_cut(results, tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    for upper, said in ((1.1, False), (64.0, True)):
+        records = json.loads(json.dumps(results))
+        for name in [name for name in records if name.startswith("parallel/heads/")]:
+            for entry in records[name]["result"]["heads"]:
+                for what in ("loop_by_batched", "by_one_head"):
+                    entry[what] = {"median": 1.0, "quartiles": [0.9, upper], "rounds": 3}
+        parallel.draw_loop_against_batched(records, tmp_path / "figure.svg")
+        text = (tmp_path / "figure.svg").read_text(encoding="utf-8")
+        assert ("go on beyond it" in text) == said and ">64</text>" not in text
 
 
 def test_names_of_units_are_different_and_a_run_goes_on_where_it_stopped(tmp_path, results):

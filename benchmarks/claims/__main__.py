@@ -44,6 +44,8 @@ def main(
         return stop(f"No unit is called {only!r}; --list prints their names.")
     if docs and (quick or only != "*"):
         return stop("The documentation is made of all units in full; leave out --quick and --only.")
+    if fresh and only != "*":
+        return stop("--fresh starts everything anew; leave out --only.")
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="claims-")) if quick else ROOT / "build" / "claims"
     path = folder / "results.jsonl"
@@ -61,7 +63,7 @@ def main(
     console.print(page.overview(records))
     console.print(f"The page: {text}", soft_wrap=True)
     if docs:
-        for made in page.install(folder, ROOT):
+        for made in page.install(records, folder, ROOT):
             console.print(f"Written: {made}", soft_wrap=True)
 
 

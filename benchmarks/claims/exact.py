@@ -43,7 +43,7 @@ def units(quick: bool) -> list[Unit]:
         "softmax": {"seed": 0},
         "shapes": {},
         "one_sequence": {"seed": 0},
-        "two_places": {"seeds": seeds, "sequences": 128 if quick else 256, "steps": 40 if quick else 100},
+        "two_places": {"seeds": seeds, "sequences": 32 if quick else 256, "steps": 10 if quick else 100},
         "order": {"lengths": lengths, "heads": [1, 2, 4, 8, 16], "seed": 0},
         "models": {},
         "applications": {"fields": list(FIELDS)[-3:] if quick else list(FIELDS)},

@@ -41,6 +41,7 @@ from headwise.demo import minilm
 from headwise.errors import ConversionError
 from headwise.inspection import head_statistics, record
 
+from .drawing import BLACK, BLUE, ORANGE, RED, figure, save
 from .units import Record, Unit
 
 NEAR, FAR = 2, 8  # tokens
@@ -167,8 +168,8 @@ def similarity(model: str, weights: str, seed: int, rows: int) -> Record:
     weights to 1 for weights on different tokens; its mean over all queries is the distance of the pair.
 
     A head's profile is its mean weight on each offset up to 16 tokens, on all that is further on either side, and on
-    special tokens. The profile of a head on the first half of the rows is compared with those of its layer's heads on
-    the second half.
+    special tokens. The profile of a head on half of the rows is compared with those of its layer's heads on the other
+    half; the halves have rows of the same lengths, as near as can be, since far offsets need long rows.
 
     Returns:
         By layer: ``mean``, ``least`` and ``largest`` distance of two heads, and the ``closest`` two. ``alike``: how
@@ -190,8 +191,8 @@ def similarity(model: str, weights: str, seed: int, rows: int) -> Record:
         tokens += len(ids)
     assert total is not None
     total = total / tokens
-    half = len(profiles) // 2
-    ours, other = (torch.stack(part).mean(0) for part in (profiles[:half], profiles[half:]))
+    by_length = [profiles[row] for row in sorted(range(len(profiles)), key=lambda row: len(subject.rows[row][0]))]
+    ours, other = (torch.stack(by_length[half::2]).mean(0) for half in (0, 1))
     between_LHH = jensen_shannon(ours[:, :, None], other[:, None])
     own = between_LHH.diagonal(dim1=1, dim2=2)
     closest = [[int(first[pair]), int(second[pair])] for pair in total.argmin(1)]
@@ -605,8 +606,7 @@ def rounded(values: Tensor) -> Any:
     return [rounded(value) for value in values] if values.ndim else round(float(values), 4) + 0.0  # no -0
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; the shapes say the same in grey print
-KINDS = {"local": ("#0072B2", "v"), "between": ("#000000", "x"), "global": ("#E69F00", "^")}
+KINDS = {"local": (BLUE, "v"), "between": (BLACK, "x"), "global": (ORANGE, "^")}
 
 
 def draw_heads_by_distance(records: Mapping[str, Record], path: Path) -> None:
@@ -616,15 +616,11 @@ def draw_heads_by_distance(records: Mapping[str, Record], path: Path) -> None:
         records: Results of ``distances`` by the names of their units; models that are not there are left out.
         path: A .png, .svg or .pdf file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = {"minilm": "MiniLM: 6 layers of 12 heads", "embedded": "embedded model: 2 layers of 8 heads"}
     drawn = {model: r for model in names if (r := result(records, f"heads/distances/{model}/trained")) is not None}
     layers = [len(found["distance"]) for found in drawn.values()]
-    figure = Figure(figsize=(7, 1.6 + 0.42 * sum(layers)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, height_ratios=layers)[:, 0]
+    canvas = figure(7, 1.9 + 0.42 * sum(layers))
+    panels = canvas.subplots(len(drawn), 1, sharex=True, squeeze=False, height_ratios=layers)[:, 0]
     for axes, (model, found) in zip(panels, drawn.items(), strict=True):
         for layer, heads in enumerate(found["distance"]):
             for distance in heads:
@@ -643,8 +639,10 @@ def draw_heads_by_distance(records: Mapping[str, Record], path: Path) -> None:
     panels[-1].set_xlabel("mean distance of what a head looks at, as a multiple of a head that weighs all tokens alike")
     for kind, (colour, marker) in KINDS.items():
         panels[0].plot([], [], marker, color=colour, label=kind)
-    figure.legend(loc="outside upper right", ncols=3, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    dotted = f"{LOCAL:g} and {GLOBAL:g}: local up to the one, global from the other"
+    panels[0].plot([], [], color="0.5", linestyle=":", linewidth=1, label=dotted)
+    canvas.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    save(canvas, path)
 
 
 def draw_relations(records: Mapping[str, Record], path: Path, most: int = 24) -> None:
@@ -656,9 +654,6 @@ def draw_relations(records: Mapping[str, Record], path: Path, most: int = 24) ->
         path: A .png, .svg or .pdf file.
         most: Grammatical relations to draw, those with the most questions; all of meaning's are drawn.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     parts = []
     for measure in ("grammar", "meaning"):
         found = result(records, f"heads/{measure}/minilm/trained")
@@ -667,26 +662,27 @@ def draw_relations(records: Mapping[str, Record], path: Path, most: int = 24) ->
             kinds = sorted(found["kinds"].items(), key=lambda kind: -sum(kind[1]["count"]))[:most]
             parts.append((measure, sorted(kinds, key=lambda kind: kind[1]["gain"]), untrained["kinds"]))
     rows = [len(kinds) for _, kinds, _ in parts]
-    figure = Figure(figsize=(7, 1.4 + 0.24 * sum(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    canvas = figure(7, 1.4 + 0.24 * sum(rows))
+    if not parts:
+        canvas.text(0.5, 0.5, "Not tested: see the page for the reason.", ha="center")
+        save(canvas, path)
+        return
+    panels = canvas.subplots(len(parts), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     for axes, (measure, kinds, untrained) in zip(panels, parts, strict=True):
         for place, (name, kind) in enumerate(kinds):
             ours, theirs = pooled(kind, "accuracy"), pooled(kind, "rule_accuracy")
             axes.plot([theirs, ours], [place, place], "-", color="0.7", linewidth=1, zorder=0)
-            axes.plot(ours, place, "o", color="#0072B2", label="the chosen head of MiniLM" if place == 0 else None)
-            axes.plot(
-                theirs, place, "x", color="#000000", label="the best rule without a model" if place == 0 else None
-            )
+            axes.plot(ours, place, "o", color=BLUE, label="the chosen head of MiniLM" if place == 0 else None)
+            axes.plot(theirs, place, "x", color=BLACK, label="the best rule without a model" if place == 0 else None)
             if name in untrained:
                 label = "the chosen head of an untrained model" if place == 0 else None
-                axes.plot(pooled(untrained[name], "accuracy"), place, "|", color="#D55E00", markersize=9, label=label)
+                axes.plot(pooled(untrained[name], "accuracy"), place, "|", color=RED, markersize=9, label=label)
         axes.set_yticks(range(len(kinds)), [name for name, _ in kinds], fontsize=8)
         axes.set_title(measure, fontsize=10, loc="left")
     panels[-1].set_xlim(-0.02, 1.02)
-    figure.supxlabel("share of right answers, on documents that had no part in the choice", fontsize=10)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+    canvas.supxlabel("share of right answers, on documents that had no part in the choice", fontsize=10)
+    canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    save(canvas, path)
 
 
 def result(records: Mapping[str, Record], name: str) -> Record | None:

@@ -46,13 +46,15 @@ def write(records: Records, folder: Path) -> Path:
     return path
 
 
-def install(folder: Path, root: Path) -> Iterable[Path]:
+def install(records: Records, folder: Path, root: Path) -> Iterable[Path]:
     """Copy page, figures and results to where the documentation has them."""
     names = [f"{name}.svg" for found in FIGURES.values() for name, *_ in found]
-    targets = {"claims.md": root / "docs" / "claims.md", "results.jsonl": stored(root)}
-    targets |= {name: root / "docs" / "images" / name for name in names}
+    targets = {"claims.md": root / "docs" / "claims.md", **{name: root / "docs" / "images" / name for name in names}}
     for name, target in targets.items():
         yield Path(shutil.copyfile(folder / name, target))
+    # the page's own records: the file may have older ones as well
+    stored(root).write_text("".join(json.dumps(record) + "\n" for record in records.values()))
+    yield stored(root)
 
 
 def stored(root: Path) -> Path:
@@ -79,7 +81,7 @@ def text(records: Records) -> str:
         for statement in rows:
             figure, verdict = statement.judge(records)
             english, danish, chinese = TERMS[statement.term]
-            sources = "; ".join(f"{name} {', '.join(map(str, numbers))}" for name, numbers in statement.where.items())
+            sources = "; ".join(f"{name} {spans(numbers)}" for name, numbers in statement.where.items())
             command = "" if statement.only is None else f"<br>`{COMMAND} --only '{statement.only}'`"
             said = f"{statement.said}<br>*{english} · {danish} · {chinese}*<br>({sources})"
             table.append(f"| {said} | {figure}{command} | **{verdict}** |".replace("\n", " "))
@@ -95,17 +97,29 @@ def texts() -> str:
     return "\n".join(f"- **{name}**: {what}." for name, what in TEXTS.items())
 
 
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers of lines with neighbours joined: 5, 9–11."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
 def where(records: Records) -> str:
-    """With what the results were made, once for each that differs."""
-    made = {json.dumps(record["made"], sort_keys=True): record["made"] for record in records.values()}
-    told = []
-    for with_ in made.values():
-        told.append(
-            f"{with_['processor']} ({with_['instructions']}), {with_['cores']} cores, Python {with_['python']}, "
-            f"torch {with_['torch']}, headwise {with_['headwise']} at {(with_['commit'] or 'no commit')[:9]}"
-        )
-    seconds = sum(record["seconds"] for record in records.values())
-    return f"{'; '.join(told)}. The {len(records)} units took {seconds / 60:.0f} minutes of their processes' time."
+    """With what the results were made, once for each that differs, and how long that took."""
+    told = {}
+    for made in (record["made"] for record in records.values()):
+        machine = f"{made['processor']} ({made['instructions']}), {made['cores']} cores, Python {made['python']}"
+        commit = (made["commit"] or "no commit")[:9] + "+" * str(made["commit"]).endswith("+")
+        told[f"{machine}, torch {made['torch']}, headwise {made['headwise']} at {commit}, {made['date'][:10]}"] = None
+    minutes = sum(record["seconds"] for record in records.values()) / 60
+    others = [record["result"].get("others_share") or 0 for record in records.values()]
+    text = f"{'; '.join(sorted(told))}. The {len(records)} units took {minutes:.0f} minutes; those that are timed run"
+    text += " alone, the others one on each core. While a unit was timed, other processes had at most"
+    return f"{text} {100 * max(others):.0f} % of the processor."
 
 
 INTRODUCTION = """# What is said about multi-head attention, measured
@@ -113,8 +127,8 @@ INTRODUCTION = """# What is said about multi-head attention, measured
 % Made by `python -m benchmarks.claims --docs`. Change benchmarks/claims, not this page.
 
 Three public texts were the start of headwise. Each says what multi-head attention is, what it is better than, and what
-it is for. Every sentence of theirs that states something is a row below, in our words, with what it comes to when it is
-measured. Numbers after the name of a text are the lines that say so, counted as the text was stored.
+it is for. Every sentence of theirs that states something is in a row below, in our words, with what it comes to when it
+is measured. Numbers after the name of a text are the lines that say so, counted as the text was stored.
 
 {texts}
 
@@ -122,7 +136,7 @@ measured. Numbers after the name of a text are the lines that say so, counted as
 
 *Holds* and *does not hold here* follow from the numbers beside them, by rules that stand in
 `benchmarks/claims/statements.py`; *holds in part* names what does not; *not tested* says why. "Here" is meant: models
-of a few ten thousand parameters, trained for a minute each, do not speak for large ones.
+of 62,000 to 100,000 parameters, trained for a minute each, do not speak for large ones.
 
 Everything on this page comes from
 

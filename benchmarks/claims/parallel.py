@@ -5,7 +5,7 @@ Four experiments, all timed, so that their units run alone:
 - ``parallel/heads``: h heads in one batched operation against a loop over them; and h heads against one.
 - ``parallel/steps``: attention, a loop over its heads and recurrent layers, on one thread and on all.
 - ``parallel/length``: time and memory of attention against the number of tokens, under three masks.
-- ``parallel/additive``: Bahdanau's additive score against the dot product.
+- ``parallel/additive``: Bahdanau's additive score, and a score without a query, against the dot product.
 
 ``summary`` makes of their results what a page says, ``draw_loop_against_batched`` and ``draw_time_and_memory`` the
 figures. A ratio is a median over rounds in which both sides ran, with its quartiles.
@@ -30,6 +30,7 @@ from headwise import Causal, Full, Mask, Window
 from ..cases import Attention, Problem
 from ..competitors import Step, headwise_auto, plain
 from ..run import busy, ceilings, interleave, others, peak_memory, spread
+from .drawing import BLACK, BLUE, GREEN, GREY, GRID, PINK, RED, figure, save
 from .units import Record, Unit
 
 MODULE = "benchmarks.claims.parallel"
@@ -50,7 +51,7 @@ Call = Callable[[], Sequence[Tensor]]
 
 def units(quick: bool) -> list[Unit]:
     """All units; with ``quick`` few and tiny ones, whose numbers mean nothing."""
-    width, pace = (32, {"rounds": 3, "sample_s": 1e-4}) if quick else (256, {"rounds": 9, "sample_s": 0.01})
+    width, pace = (32, {"rounds": 3, "sample_s": 1e-4}) if quick else (256, {"rounds": 7, "sample_s": 0.01})
     heads, found = [1, 2] if quick else list(HEADS), []
     for kernel, (batch, rows), backward in itertools.product(KERNELS, ((2, 16),) if quick else SHAPES, (False, True)):
         settings = {"batch": batch, "rows": rows, "width": width, "heads": heads, "kernel": kernel}
@@ -219,12 +220,14 @@ def at_length(rows: int, heads: int, head_dim: int, window: int, rounds: int, sa
 
 
 def additive(rows: int, head_dim: int, rounds: int, sample_s: float) -> Record:
-    """Time and memory of one head without a mask by Bahdanau's score, against that by the dot product.
+    """Time and memory of one head without a mask by other scores, against that by the dot product.
 
     The additive score of a query and a key is v · tanh(query + key), where both are projected already; it has to
-    compute ``head_dim`` numbers for each pair and cannot be a product of matrices. Both forms hold the weights in
-    memory; forward without gradients. "fused" is the dot product by torch's kernel. ``by_dot`` is the time by
-    that of the dot product with the weights in memory.
+    compute ``head_dim`` numbers for each pair and cannot be a product of matrices. "one row" is what feed-forward
+    and scalar attention have: a score v · key of each key, without a query, so that all queries have the same
+    weights. Its one row of results is copied to ``rows``, to give what the others give; under a mask the rows would
+    differ, and this saving would be gone. All but "fused", the dot product by torch's kernel, hold their weights in
+    memory; forward without gradients. ``by_dot`` is the time by that of the dot product with the weights in memory.
 
     Args:
         rows: Tokens, as queries and as keys.
@@ -244,7 +247,11 @@ def additive(rows: int, head_dim: int, rounds: int, sample_s: float) -> Record:
     def by_sum() -> Tensor:
         return ((query[:, :, :, None] + key[:, :, None]).tanh() @ v).softmax(-1) @ value
 
-    calls = {name: _without_graph(form) for name, form in (("dot", by_dot), ("fused", by_kernel), ("additive", by_sum))}
+    def by_key() -> Tensor:
+        return ((key @ v)[:, :, None].softmax(-1) @ value).expand_as(query).contiguous()
+
+    forms = {"dot": by_dot, "fused": by_kernel, "additive": by_sum, "one row": by_key}
+    calls = {name: _without_graph(form) for name, form in forms.items()}
     before = busy()
     samples, _ = interleave(calls, rounds, sample_s)
     found = [
@@ -410,7 +417,7 @@ def summary(records: Mapping[str, Record]) -> Record:
     - ``length``: for each mask the exponents of time and memory: n where the cost grows by the n-th power of the
       length, fitted to the lengths from 4096 on (with a quick run, to the longer half); the time and memory at
       the longest; and how many times as long as its useful work it takes there.
-    - ``additive``: time by that of the dot product, by number of tokens.
+    - ``additive``: for each number of tokens, by score, the time by that of the dot product.
     - ``others_share``: the largest share of the processor that other processes had in any unit.
     """
     own = {name: record for name, record in records.items() if name.startswith("parallel/")}
@@ -472,24 +479,24 @@ def _of(records: Mapping[str, Record], kind: str) -> list[Record]:
     return [record for name, record in records.items() if name.startswith(f"parallel/{kind}/")]
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; markers and lines say the same in grey print
 LOOKS = {
-    "full": ("#0072B2", "o", "full"),
-    "causal": ("#D55E00", "s", "causal"),
-    "window": ("#009E73", "^", "causal, window"),
-    "plain full": ("#000000", "x", "full, weights in memory"),
+    "full": (BLUE, "o", "full"),
+    "causal": (RED, "s", "causal"),
+    "window": (GREEN, "^", "causal, window"),
+    "plain full": (BLACK, "x", "full, weights in memory"),
 }
-SHAPE_LOOKS = (("#0072B2", "o", "-"), ("#D55E00", "s", "--"), ("#009E73", "^", "-."), ("#CC79A7", "D", ":"))
+SHAPE_LOOKS = ((BLUE, "o", "-"), (RED, "s", "--"), (GREEN, "^", "-."), (PINK, "D", ":"))
 
 
 def draw_time_and_memory(records: Mapping[str, Record], path: Path) -> None:
     """Time and peak memory against the number of tokens, and the time that the useful work would take."""
     from matplotlib.ticker import NullLocator
 
-    figure = _figure(10.5, 5)
-    left, right = figure.subplots(1, 2)
+    canvas = figure(10.5, 5)
+    left, right = canvas.subplots(1, 2)
     rate = median([record["result"]["matmul_per_s"] for record in _of(records, "length")])
     lengths: list[int] = []
+    work = {"linestyle": ":", "linewidth": 1.4}
     for what, entries in curves(records).items():
         colour, marker, label = LOOKS[what]
         lengths = sorted({*lengths, *entries})
@@ -501,25 +508,29 @@ def draw_time_and_memory(records: Mapping[str, Record], path: Path) -> None:
         right.plot(xs, [entries[x]["peak_memory_bytes"] / 2**20 for x in xs], label=label, **style)
         if what in MASKS:
             useful = [entries[x]["work_flop"] / rate for x in xs]
-            left.plot(xs, useful, color=colour, linestyle=":", linewidth=1.6)
-    left.plot(
-        [], [], color="#555555", linestyle=":", linewidth=1.6, label="useful work at the rate of\nsquare matrices"
-    )
+            left.plot(xs, useful, color=colour, marker=marker, markersize=4, markerfacecolor="none", **work)
+    left.plot([], [], color=GREY, label="useful work at the rate of square matrices", **work)
     left.set(title="Time of a call", ylabel="seconds")
     right.set(title="Peak memory of a call, result included", ylabel="MiB")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel="tokens")
         axes.set_xticks(lengths, [str(n) if n < 1024 else f"{n // 1024}k" for n in lengths])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+        axes.grid(color=GRID, linewidth=0.6)
+    canvas.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    save(canvas, path)
 
 
 def draw_loop_against_batched(records: Mapping[str, Record], path: Path) -> None:
-    """How many times as long a loop over the heads takes, and h heads against one, by the number of heads."""
-    figure = _figure(11, 6.4)
-    grid = figure.subplots(2, 3, sharex=True, sharey="col")
+    """How many times as long a loop over the heads takes, and h heads against one, by the number of heads.
+
+    Medians, with quartiles as bars. Axes reach a little beyond the medians, so that one disturbed sample does not
+    squash the rest; the figure says so where a bar is cut.
+    """
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+    canvas = figure(11, 6.4)
+    grid = canvas.subplots(2, 3, sharex=True, sharey="col")
     columns = (
         ("forward", "loop_by_batched", "loop ÷ batched, forward"),
         ("both", "loop_by_batched", "loop ÷ batched, with gradients"),
@@ -527,6 +538,7 @@ def draw_loop_against_batched(records: Mapping[str, Record], path: Path) -> None
     )
     kernels = {"fused": "fused kernel", "plain": "weights in memory"}
     ticks = sorted({entry["heads"] for record in _of(records, "heads") for entry in record["result"]["heads"]})
+    seen: list[list[Record]] = [[] for _ in columns]
     for (row, (kernel, said)), (column, (direction, what, title)) in itertools.product(
         enumerate(kernels.items()), enumerate(columns)
     ):
@@ -534,6 +546,7 @@ def draw_loop_against_batched(records: Mapping[str, Record], path: Path) -> None
         chosen = [r for r in _of(records, f"heads/{kernel}") if r["settings"]["backward"] == (direction == "both")]
         for record, (colour, marker, line) in zip(chosen, itertools.cycle(SHAPE_LOOKS), strict=False):
             entries, settings = record["result"]["heads"], record["settings"]
+            seen[column] += [entry[what] for entry in entries]
             middles = [entry[what]["median"] for entry in entries]
             lows, highs = zip(*(entry[what]["quartiles"] for entry in entries), strict=True)
             errors = [
@@ -543,26 +556,28 @@ def draw_loop_against_batched(records: Mapping[str, Record], path: Path) -> None
             label = f"{settings['batch']} × {settings['rows']} tokens"
             style = {"color": colour, "marker": marker, "linestyle": line, "capsize": 3, "label": label}
             axes.errorbar([entry["heads"] for entry in entries], middles, errors, **style)
-        axes.axhline(1, color="#555555", linewidth=0.8)
+        axes.axhline(1, color=GREY, linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(n) for n in ticks])
-        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.grid(color=GRID, linewidth=0.6)
         axes.set_yscale("log", base=2)  # half as long is as far from 1 as twice as long
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         if row == 0:
             axes.set_title(title, fontsize=11)
         else:
             axes.set_xlabel("heads")
         if column == 0:
             axes.set_ylabel(f"{said}\ntimes as long")
-    grid[0][0].legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=150)
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    cut = False
+    for axes, found in zip(grid[0], seen, strict=True):  # a column shares its axis
+        low, high = (choose([1.0, *(one["median"] for one in found)]) for choose in (min, max))
+        room = 2**0.25 * (high / low) ** 0.1
+        axes.set_ylim(low / room, high * room)
+        cut |= any(one["quartiles"][0] < low / room or one["quartiles"][1] > high * room for one in found)
+        # powers of 2 where there are several; else round numbers
+        axes.yaxis.set_major_locator(LogLocator(base=2) if high / low > 4 else MaxNLocator(5))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    said = "Marks are medians, bars reach from the lower to the upper quartile"
+    canvas.supxlabel(said + ("; those that meet an edge go on beyond it." if cut else "."), fontsize=10)
+    canvas.legend(*grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    save(canvas, path)

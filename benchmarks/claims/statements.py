@@ -9,13 +9,16 @@ from dataclasses import dataclass
 from statistics import geometric_mean, mean
 from typing import Any
 
-from .training import LENGTHS, PLAN, better, on_patches, percent, values
+from . import heads, parallel
+from .training import LENGTHS, PLAN, WIDTH, better, on_patches, percent, values
 from .units import Record
+from .variants import HEADS
 
 Results = Mapping[str, Record]
 Finding = tuple[str, str]  # the figure, the verdict
 
 HOLDS, IN_PART, FAILS, NOT_TESTED = "holds", "holds in part", "does not hold here", "not tested"
+BREAK = "<br>"
 EXACT = 1e-12  # a difference in float64 that is rounding and nothing else
 ENTRY, ARTICLE, QUESTION = "entry", "article", "question"
 RECALL_2 = "recall of two"
@@ -29,31 +32,31 @@ TERMS = {
     "self-attention": ("self-attention", "selvopmærksomhed", "自注意力"),
     "multi-head": ("multi-head attention", "flerhovedet opmærksomhed", "多頭注意力"),
     "mechanism": ("attention mechanism", "opmærksomhedsmekanisme", "注意力機制"),
-    "heads": ("parallel heads", "parallelle hoveder", "平行的頭"),
+    "heads": ("parallel heads", "parallelle hoveder", "多個平行的頭"),
     "query": ("query, key, value", "forespørgsel, nøgle, værdi", "查詢、鍵、值"),
     "aspects": ("aspects of representation", "repræsentationsaspekter", "不同的特徵表示"),
-    "dependencies": ("local and global dependencies", "lokale og globale afhængigheder", "局部與全局依賴"),
+    "dependencies": ("local and global dependencies", "lokale og globale afhængigheder", "局部與全域依賴"),
     "feed-forward": ("feed-forward network", "feed-forward-netværk", "前饋網路"),
     "encoder": ("encoder, decoder", "koder, afkoder", "編碼器、解碼器"),
     "layer": ("layer", "lag", "層"),
     "tokens": ("token representations", "token-repræsentationer", "詞元表示"),
-    "relations": ("syntactic and semantic relations", "syntaktiske og semantiske relationer", "語法與語義關係"),
+    "relations": ("syntactic and semantic relations", "syntaktiske og semantiske relationer", "句法與語義關係"),
     "subspace": ("subspace", "underrum", "子空間"),
     "contexts": ("different contexts", "forskellige kontekster", "不同的上下文"),
     "short": ("short sequences, order", "korte sekvenser, rækkefølge", "短序列、順序"),
-    "others": ("feed-forward and scalar attention", "feed-forward- og skalaropmærksomhed", "前饋注意力、標量注意力"),
+    "others": ("feed-forward, scalar attention", "feed-forward- og skalaropmærksomhed", "前饋注意力、純量注意力"),
     "parallel": ("parallel, efficient", "parallel, effektiv", "平行化、計算效率"),
     "long": ("long sequences, robust", "lange sekvenser, robust", "長序列、魯棒性"),
     "uses": ("applications", "anvendelser", "應用"),
     "reshape": ("reshape", "omformning", "重塑"),
-    "split": ("split over heads", "opdeling på hoveder", "分拆成多個頭"),
+    "split": ("split over heads", "opdeling i hoveder", "分拆成多個頭"),
     "single": ("single head", "ét hoved", "單頭"),
     "product": ("scaled dot product", "skaleret prikprodukt", "縮放點積"),
     "swap": ("transpose", "transponering", "轉置"),
     "softmax": ("scores, softmax", "scorer, softmax", "分數、softmax"),
     "projection": ("linear projection", "lineær projektion", "線性投影"),
     "code": ("implementation", "implementering", "實作"),
-    "best": ("the best models", "de bedste modeller", "最先進的模型"),
+    "best": ("the most advanced models", "de mest avancerede modeller", "最先進的模型"),
     "mask": ("mask", "maske", "遮罩"),
 }
 TOPICS = {
@@ -152,8 +155,8 @@ def _(r: Results) -> Finding:
 
 @says(
     "is",
-    "Self-attention: queries, keys and values come from one sequence, and are computed over its own elements.",
-    "self-attention",
+    "Self-attention: queries, keys and values come from one sequence, and attention is over its own elements.",
+    "query",
     "exact/one_sequence",
     entry=(11, 43),
 )
@@ -165,7 +168,7 @@ def _(r: Results) -> Finding:
 
 @says(
     "is",
-    "Each element attends to all others; tokens interact and gather information across the sequence.",
+    "In self-attention each element attends to all others; tokens interact and gather information across the sequence.",
     "tokens",
     "exact/one_sequence",
     entry=(5, 15),
@@ -173,29 +176,29 @@ def _(r: Results) -> Finding:
 def _(r: Results) -> Finding:
     found = of(r, "exact/one_sequence")
     text = (
-        f"Of {found['pairs']} pairs of tokens, {found['pairs_read']} have a derivative; {found['zero_weights']} weights"
+        f"In {found['pairs_read']} of {found['pairs']} pairs the output of the one depends on the input of the other;"
     )
+    text += f" {found['zero_weights']} weights are 0. An element attends to itself too, here with"
     text += (
-        f" are 0. An element attends to itself too, here with {percent(found['mean_weight_on_itself'])} of its weight"
+        f" {percent(found['mean_weight_on_itself'])} of its weight; under a causal mask {found['causal_pairs_seen']}"
     )
-    text += f"; under a causal mask, {found['causal_pairs_seen']} pairs are left."
-    return text, as_if(found["pairs_read"] == found["pairs"] and not found["zero_weights"])
+    return f"{text} pairs are left.", as_if(found["pairs_read"] == found["pairs"] and not found["zero_weights"])
 
 
 @says(
     "is",
-    "Multi-head self-attention is another mechanism beside multi-head attention, which encodes and decodes.",
-    "mechanism",
+    "Beside multi-head attention, which encodes and decodes, multi-head self-attention is another important mechanism.",
+    "self-attention",
     "exact/m*",
     article=(5, 9, 28),
 )
 def _(r: Results) -> Finding:
     error = of(r, "exact/modules")["article"]["error"]
     first = of(r, "exact/models")["Transformer of 2017 (torch.nn.Transformer)"]
-    text = "It is the same mechanism with one sequence for all three: the article's module computes both"
+    text = "It is important, and the same mechanism with one sequence for all three: the article's module computes both"
     text += f" (7 queries, 11 keys: {error:.1e} from headwise). Self-attention is how the Transformer encodes and"
     text += f" decodes: in {first['with_self_attention']} of its {first['layers']} layers, and cross-attention in"
-    return f"{text} the {first['with_cross_attention']} of the decoder.", IN_PART
+    return f"{text} the {first['with_cross_attention']} of the decoder.", IN_PART if error <= EXACT else FAILS
 
 
 @says(
@@ -242,7 +245,13 @@ def _(r: Results) -> Finding:
     return f"{text} It has no output projection, which the formula has.", exactly(*errors)
 
 
-@says("is", "Multi-head attention was introduced in 2017, and was new.", "multi-head", entry=(43,), article=(5,))
+@says(
+    "is",
+    "Multi-head attention was introduced in 2017, was new, and came from a need for more than one query.",
+    "multi-head",
+    entry=(43,),
+    article=(5,),
+)
 def _(r: Results) -> Finding:
     return "History, not an experiment: Vaswani et al., 2017, section 3.2.2.", NOT_TESTED
 
@@ -329,7 +338,7 @@ def _(r: Results) -> Finding:
 
 @says(
     "split",
-    "Skipping the reshape is fine and gives a single head.",
+    "Skipping the reshape is fine, gives a single head, and is a simpler implementation.",
     "single",
     "exact/skipped",
     question=(67, 116),
@@ -338,10 +347,9 @@ def _(r: Results) -> Finding:
     found = of(r, "exact/skipped")
     text = f"{found['from_single_head']:.1e} from one head of the whole width with the same weights, and"
     text += f" {percent(found['from_several_heads_relative'])} of the output away from three. The scale has to follow"
-    text += (
-        f" (with 1/√head_dim: {found['kept_the_head_scale_from_single_head']:.2f} off), and the swap of dimensions has"
-    )
-    text += f" to go (left in, features attend to features: scores {tuple(found['kept_the_swap_shape_of_scores'])})."
+    scaled, scores = found["kept_the_head_scale_from_single_head"], tuple(found["kept_the_swap_shape_of_scores"])
+    text += f" (with 1/√head_dim: {scaled:.2f} off), and the swap of dimensions has to go (left in, features attend to"
+    text += f" features: scores {scores}). One view, one swap and one merge less: simpler is in the eye of the reader."
     return text, exactly(found["from_single_head"])
 
 
@@ -370,14 +378,15 @@ def _(r: Results) -> Finding:
 def _(r: Results) -> Finding:
     found = of(r, "exact/softmax")
     late = found["one_score_softmaxed_per_head_from_single_head"]
+    over_all = found["one_softmax_over_all_heads_relative"]
     text = f"Softmax per head of one big score is a single head ({late:.1e} from it): the reshape has to come before"
-    text += " the dot product. That each head has a softmax of its own holds: one over all heads is"
-    return f"{text} {percent(found['one_softmax_over_all_heads_relative'])} of the output off.", IN_PART
+    text += " the dot product, so the reason does not hold. That each head has a softmax of its own does: one over all"
+    return f"{text} heads is {percent(over_all)} of the output off.", IN_PART if late <= EXACT < over_all else FAILS
 
 
 @says(
     "scores",
-    "The purpose goes beyond the softmax: dot products are taken of the split vectors, as [q1 q2], [k1 k2] → [o1 o2].",
+    "The purpose goes beyond the softmax: dot products of the split vectors, as [q1 q2], [k1 k2] → [o1 o2].",
     "product",
     "exact/s*",
     question=(39, 59, 60, 61, 122),
@@ -406,7 +415,8 @@ def _(r: Results) -> Finding:
         f"Rows sum to 1 within {found['row_sums_from_1']['float64']:.1e}. Division by the sum does that as well, with"
     )
     text += f" {found['divided_by_the_sum_negative_weights']} of {found['weights']} weights negative: the softmax also"
-    return f"{text} makes them positive. The weighted sum and the output projection follow.", IN_PART
+    verdict = IN_PART if found["divided_by_the_sum_negative_weights"] else HOLDS
+    return f"{text} makes them positive. The weighted sum and the output projection follow.", verdict
 
 
 @says(
@@ -422,7 +432,8 @@ def _(r: Results) -> Finding:
     text += (
         f" {found['scores_row_sums'][0]:.0f} to {found['scores_row_sums'][1]:.0f}. Scale and softmax make weights of"
     )
-    return f"{text} them; without the scale the output is {percent(found['without_the_scale_relative'])} off.", IN_PART
+    verdict = IN_PART if found["scores_negative"] else HOLDS
+    return f"{text} them; without the scale the output is {percent(found['without_the_scale_relative'])} off.", verdict
 
 
 # ---- what heads learn ----
@@ -445,13 +456,17 @@ def _(r: Results) -> Finding:
             continue
         start = f"heads/similarity/{model}/initialised/seed"
         untrained = [heads.result(r, f"{start} {seed}") for seed in range(heads.SEEDS)]
-        before = [mean(found["mean"]) for found in untrained if found is not None]
-        apart, all_ = mean(trained["mean"]), trained["heads"]
-        text = f"{name}: two heads of a layer weigh the same tokens {apart:.2f} apart (0 alike, 1 disjoint"
-        text += f"; {mean(before):.2f} before training)" if before else ")"
-        text += f"; {trained['alike']} of {trained['pairs']} pairs are near-copies (below {heads.ALIKE});"
-        shown.append(f"{text} {trained['recognised']} of {all_} heads are known again by where they look in other text")
-        told.append(trained["recognised"] > 0.8 * all_ and (not before or apart > max(before)))
+        before = [found["others"] / found["itself"] for found in untrained if found is not None]
+        times = trained["others"] / trained["itself"]
+        text = (
+            f"{name}: where a head looks (its weight by offset) differs from the other heads of its layer {times:.1f}"
+        )
+        text += (
+            f" times as much as from itself on other text{f', {mean(before):.1f} times untrained' if before else ''};"
+        )
+        text += f" two heads weigh the same tokens {mean(trained['mean']):.2f} apart (0 alike, 1 disjoint);"
+        shown.append(f"{text} {trained['alike']} of {trained['pairs']} pairs are near-copies (below {heads.ALIKE})")
+        told.append(bool(before) and times > 2 * max(before))
     return f"{'. '.join(shown)}.", as_if(all(told), IN_PART) if told else NOT_TESTED
 
 
@@ -476,7 +491,7 @@ def _(r: Results) -> Finding:
         text += f" weights have, {found['uniform']['distance']:.1f} tokens) and {far} global (at least {heads.GLOBAL});"
         text += f" mean distances {min(distances):.1f} to {max(distances):.1f} tokens"
         shown.append(f"{text}; {found['both']} of {layers} layers have both")
-        told.append(local > 0 and far > 0)
+        told.append(found["both"] > 0)  # at the same time: in one layer
     return f"{'. '.join(shown)}.", as_if(all(told), IN_PART) if told else NOT_TESTED
 
 
@@ -491,7 +506,13 @@ def _(r: Results) -> Finding:
     return relations(r, "grammar", "dependency relations, by direction")
 
 
-@says("learn", "And semantic ones.", "relations", "heads/meaning/*", entry=(15,))
+@says(
+    "learn",
+    "Several heads catch relations of different kinds: semantic ones.",
+    "relations",
+    "heads/meaning/*",
+    entry=(15,),
+)
 def _(r: Results) -> Finding:
     return relations(r, "meaning", "kinds of reference and repetition")
 
@@ -507,32 +528,39 @@ def relations(r: Results, measure: str, kinds: str) -> Finding:
         return r[name]["result"]["not_tested"] if name in r else "Only a full run tests it.", NOT_TESTED
     total = len(found["kinds"])
     best = max(found["kinds"].items(), key=lambda kind: kind[1]["gain"])
-    text = (
-        f"MiniLM on {found['words']:,} words annotated by people (GUM): of {total} {kinds}, one head, chosen on other"
-    )
+    right, by_rule, by_one = (percent(mean(found[name])) for name in ("accuracy", "rule_accuracy", "one_accuracy"))
+    text = f"MiniLM on {found['words']:,} words annotated by people (GUM): of {total} {kinds}, one head, chosen on"
+    text += f" other documents, beats the best rule without a model in {found['better']}, with {found['distinct']}"
     text += (
-        f" documents, beats the best fixed rule in {found['better']}, with {found['distinct']} different heads; right"
+        f" different heads. Right on average {right}, the rules {by_rule}, the one head that is best over all {by_one}."
     )
-    text += f" on average {percent(found['accuracy'])}, the rules {percent(found['rule_accuracy'])}, the one head that is best"
-    text += f" over all {percent(found['one_accuracy'])}. Most is gained for {best[0]}:"
-    text += f" {percent(mean(best[1]['accuracy']))} against {percent(mean(best[1]['rule_accuracy']))}."
-    return text, HOLDS if found["better"] > total / 2 and found["distinct"] > 1 else IN_PART if found[
-        "better"
-    ] else FAILS
+    text += f" Most is gained for {best[0]}: {percent(mean(best[1]['accuracy']))} against"
+    text += f" {percent(mean(best[1]['rule_accuracy']))}."
+    untrained = heads.result(r, f"heads/{measure}/minilm/initialised/seed 0")
+    text += f" Untrained heads beat a rule in {untrained['better']}." if untrained else ""
+    most = found["better"] >= 0.9 * total
+    return text, FAILS if not found["better"] or found["distinct"] < 2 else HOLDS if most else IN_PART
 
 
 # ---- several heads against one and against others ----
 
 
-def against(r: Results, ours: str, others: tuple[str, ...]) -> Finding:
-    """Whether one kind is better than others, by the tasks in which every seed says so."""
-    texts = []
+def against(r: Results, ours: str, others: tuple[str, ...], remark: str = "") -> Finding:
+    """Whether one kind is better than others, by the comparisons in which every seed says so."""
+    texts, wins, losses, open_ = [], [], [], []
     for task in PLAN:
         texts.append(f"{task}: {', '.join(f'{kind} {middle(r, task, kind)}' for kind in (ours, *others))}")
-    verdicts = [better(r, task, ours, other) for task in PLAN for other in others]
-    wins, losses, all_ = sum(v > 0 for v in verdicts), sum(v < 0 for v in verdicts), len(verdicts)
-    verdict = HOLDS if wins == all_ else IN_PART if wins else FAILS
-    return f"{'; '.join(texts)}. Better in every seed in {wins} of {all_} comparisons, worse in {losses}.", verdict
+        for other in others:
+            verdict = better(r, task, ours, other)
+            name = task if len(others) == 1 else f"{task} against {other}"
+            (wins if verdict > 0 else losses if verdict < 0 else open_).append(name)
+    named = [("better with every seed", wins), ("worse with every seed", losses), ("undecided", open_)]
+    told = "; ".join(f"{said}: {', '.join(names)}" for said, names in named if names)
+    verdict = HOLDS if not losses + open_ else IN_PART if len(wins) > len(losses) else FAILS
+    return f"{BREAK.join(texts)}{BREAK}{told[0].upper()}{told[1:]}.{remark}", verdict
+
+
+LOOKUP = f"{BREAK}A score without a query cannot look a word up: in copying and recall its figure is that of guessing."
 
 
 def middle(r: Results, task: str, kind: str) -> str:
@@ -546,12 +574,19 @@ def middle(r: Results, task: str, kind: str) -> str:
     "One head, attending once, does not suffice for complex tasks; several represent and predict better; with one a "
     "model may not work as well in practice.",
     "single",
-    "training/*/[18] head*",
+    "training/*/*head*",
     article=(5, 9),
     question=(67,),
 )
 def _(r: Results) -> Finding:
-    return against(r, "8 heads", ("1 head",))
+    more = {h: [better(r, task, f"{h} heads", "1 head") for task in PLAN] for h in HEADS if h > 1}
+    counts = ", ".join(
+        f"{h} heads {sum(v > 0 for v in all_)} and {sum(v < 0 for v in all_)}" for h, all_ in more.items()
+    )
+    text = (
+        f"{BREAK}Of {len(PLAN)} tasks, better and worse than 1 head with every seed: {counts}. A head has {WIDTH} / h"
+    )
+    return against(r, "8 heads", ("1 head",), f"{text} features.")
 
 
 @says(
@@ -568,8 +603,10 @@ def _(r: Results) -> Finding:
     one, wide, two = (
         found[name]["best_on_fresh"] for name in ("one head", "one head, four times as wide", "two heads")
     )
-    text = f"Asked for two tokens at once, one layer of two heads leaves {two:.1e} of the answer's variance, one head"
-    text += f' {percent(one)}, four times as wide {percent(wide)}. Trained on text, "recall of two":'
+    text = (
+        f"Asked for two tokens at once, one layer of two heads leaves an error of {percent(two)} of the answer's size,"
+    )
+    text += f" one head {percent(one)}, four times as wide {percent(wide)}. Trained on text, recall of two:"
     text += f" {', '.join(f'{k} {middle(r, RECALL_2, k)}' for k in ('1 head', '2 heads', '8 heads'))}."
     return text, as_if(two < one / 2 and better(r, RECALL_2, "2 heads", "1 head") > 0)
 
@@ -582,7 +619,7 @@ def _(r: Results) -> Finding:
     article=(13,),
 )
 def _(r: Results) -> Finding:
-    return against(r, "8 heads", ("feed-forward",))
+    return against(r, "8 heads", ("feed-forward",), LOOKUP)
 
 
 @says(
@@ -593,7 +630,7 @@ def _(r: Results) -> Finding:
     article=(13,),
 )
 def _(r: Results) -> Finding:
-    return against(r, "8 heads", ("scalar",))
+    return against(r, "8 heads", ("scalar",), LOOKUP)
 
 
 @says(
@@ -621,7 +658,8 @@ def _(r: Results) -> Finding:
     text += (
         f" {many['softmaxes_a_sequence']} with {many['heads']} heads for {found['queries']} queries. One query alone is"
     )
-    return f"{text} that of a decoder's step; in self-attention there are as many as tokens.", IN_PART
+    verdict = IN_PART if one["softmaxes_a_sequence"] == found["queries"] > 1 else HOLDS
+    return f"{text} that of a decoder's step; in self-attention there are as many as tokens.", verdict
 
 
 @says(
@@ -633,9 +671,11 @@ def _(r: Results) -> Finding:
 )
 def _(r: Results) -> Finding:
     verdicts = [better(r, task, "8 heads", "mean") for task in PLAN]
-    shown = "; ".join(f"{task}: {middle(r, task, '8 heads')} and {middle(r, task, 'mean')}" for task in PLAN)
-    text = f"Against weights that are all alike, parameters equal: {shown}."
-    return text, HOLDS if min(verdicts) > 0 else IN_PART if max(verdicts) > 0 else FAILS
+    shown = BREAK.join(f"{task}: {middle(r, task, '8 heads')} and {middle(r, task, 'mean')}" for task in PLAN)
+    text = (
+        f"Against weights that are all alike, parameters equal:{BREAK}{shown}{BREAK}What the other parts are worth is"
+    )
+    return f"{text} not measured.", IN_PART if max(verdicts) > 0 else FAILS
 
 
 # ---- short sequences ----
@@ -653,7 +693,10 @@ def _(r: Results) -> Finding:
     with_ = {name: max(by_length.values()) for name, by_length in found["with"].items() if name != "nothing"}
     text = f"Permuting tokens before or after differs by at most {found['largest_difference']:.1e}, at 8 to 128 tokens,"
     text += f" with 1 to 16 heads, and in all {found['every_order']['orders']} orders of"
-    text += f" {found['every_order']['tokens']} tokens: exact at any length, not at short ones alone. With positions or a causal mask it is not so: up to "
+    text += (
+        f" {found['every_order']['tokens']} tokens: exact at any length, not at short ones alone. With positions or a"
+    )
+    text += " causal mask it is not so: up to "
     text += ", ".join(f"{percent(size)} of the output ({name})" for name, size in with_.items())
     return f"{text}.", exactly(found["largest_difference"], found["every_order"]["difference"])
 
@@ -671,15 +714,19 @@ def _(r: Results) -> Finding:
         with_, bag = (mean(on_patches(r, length, places, "8 heads")) for places in (True, False))
         losses.append(with_ - bag)
         shown.append(f"{length} patches {percent(with_)} with places and {percent(bag)} as a bag")
-    recalled = ", ".join(percent(mean(values(r, "recall", "8 heads", n))) for n in LENGTHS)
-    text = f"Digits cut into {'; '.join(shown)}. Where order carries nothing, as in recall from 8, 16 and 32 pairs:"
     recalled = [mean(values(r, "recall", "8 heads", n)) for n in LENGTHS]
     text = f"Digits cut into {'; '.join(shown)}. Where order carries nothing, as in recall from 8, 16 and 32 pairs:"
     verdict = HOLDS if max(losses) < 0.01 else IN_PART if min(recalled) > 0.9 else FAILS
     return f"{text} {', '.join(map(percent, recalled))}.", verdict
 
 
-@says("short", "It does especially well on short sequences.", "short", "training/*", article=(9,))
+@says(
+    "short",
+    "It does especially well on short sequences, since it learns many aspects without regard to order.",
+    "short",
+    "training/*",
+    article=(9,),
+)
 def _(r: Results) -> Finding:
     shown, wins = [], 0
     for task in ("recall", "recall of two", "copy"):
@@ -687,11 +734,14 @@ def _(r: Results) -> Finding:
         own = [percent(mean(values(r, task, "8 heads", n))) for n in LENGTHS]
         wins += gains[0] > gains[1] > gains[2]
         shown.append(f"{task} {', '.join(own)} (ahead of feed-forward by {', '.join(percent(g) for g in gains)})")
-    text = f"At 8, 16 and 32: {'; '.join(shown)}."
+    text = f"At 8, 16 and 32: {'; '.join(shown)}. Especially well would be a lead that grows as sequences get shorter."
+    text += " That it comes from many aspects seen without order, the article's reason, is not tested apart."
     return text, HOLDS if wins == 3 else IN_PART if wins else FAILS
 
 
 # ---- long sequences ----
+
+KEPT = 0.9
 
 
 @says("long", "It is robust and expressive on long sequences.", "long", "training/*", article=(19,))
@@ -700,9 +750,11 @@ def _(r: Results) -> Finding:
     for task in ("recall", "recall of two", "copy"):
         by_length = [mean(values(r, task, "8 heads", n)) for n in (32, 64, 128)]
         best = max(mean(values(r, task, kind, 128)) for kind in ("additive", "feed-forward", "scalar"))
-        kept.append(by_length[2] >= 0.9 * by_length[0])
+        ahead = min(better(r, task, "8 heads", kind, 128) for kind in ("feed-forward", "scalar"))
+        kept.append(by_length[2] >= KEPT * by_length[0] and ahead > 0)
         shown.append(f"{task} {', '.join(map(percent, by_length))} (the best of the others at 128: {percent(best)})")
-    text = f"Trained on at most 32 tokens, right at 32, 64 and 128: {'; '.join(shown)}."
+    text = f"Trained on at most 32 tokens, 8 heads right at 32, 64 and 128: {'; '.join(shown)}. Robust is what keeps"
+    text += f" {percent(KEPT)} of what it had at 32 and is ahead of feed-forward and scalar attention."
     return text, HOLDS if all(kept) else IN_PART if any(kept) else FAILS
 
 
@@ -711,16 +763,17 @@ def _(r: Results) -> Finding:
     found = parallel.summary(r)["length"]
     shown = [
         f"{name}: time grows by the power {one['time_exponent']:.2f} of the length, memory by"
-        f" {one['memory_exponent']:.2f}; at {one['longest']:,} tokens {one['seconds']:.2f} s, {one['by_useful']:.1f} times"
-        f" its useful work at the rate of square matrices, and {one['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        f" {one['memory_exponent']:.2f}; at {one['longest']:,} tokens {one['seconds']:.2f} s, which is"
+        f" {one['by_useful']:.1f} times the least time, that of its multiplications in a large product of matrices, and"
+        f" {one['peak_memory_bytes'] / 2**20:,.0f} MiB"
         for name, one in found.items()
         if name in parallel.MASKS
     ]
     linear = {name: one["memory_exponent"] < 1.2 for name, one in found.items() if name in parallel.MASKS}
-    text = f"4 heads of 64, one sequence. {'; '.join(shown)}. The scores are still one for each pair:"
-    return f"{text} without a mask, twice the length is four times the work.", IN_PART if any(
-        linear.values()
-    ) else FAILS
+    text = f"4 heads of 64, one sequence.{BREAK}{BREAK.join(shown)}{BREAK}The scores are still one for each pair:"
+    quick = found["full"]["time_exponent"] < 1.2
+    verdict = HOLDS if quick and all(linear.values()) else IN_PART if any(linear.values()) else FAILS
+    return f"{text} without a mask, twice the length is four times the work.", verdict
 
 
 # ---- parallel and efficient ----
@@ -740,14 +793,20 @@ def _(r: Results) -> Finding:
     most = max(next(iter(measured.values())), key=int)
     ratios = {name: geometric_mean(by_heads[most].values()) for name, by_heads in measured.items()}
     count = of(r, "exact/costs")["rows"][-1]
-    text = f"Two batched products for any number of heads, where a loop over {count['heads']} has"
-    text += f" {count['products_in_a_loop_over_heads']}. The loop takes, on 2 cores, "
+    text = f"Two batched products of matrices for any number of heads, where a loop over {count['heads']} has"
+    text += f" {count['products_in_a_loop_over_heads']}. The loop takes "
     text += ", ".join(f"{ratio:.2f} times as long ({name})" for name, ratio in ratios.items())
     verdict = HOLDS if min(ratios.values()) > 1 else IN_PART if max(ratios.values()) > 1 else FAILS
     return f"{text}: {most} heads, geometric mean over the shapes of the figure.", verdict
 
 
-@says("cost", "The computation over the sequence is rather parallel.", "parallel", "parallel/steps/*", article=(17,))
+@says(
+    "cost",
+    "The computation is rather parallel (beside recurrent layers, which the article does not name).",
+    "parallel",
+    "parallel/steps/*",
+    article=(17,),
+)
 def _(r: Results) -> Finding:
     found = parallel.summary(r)["steps"]
     shown = [
@@ -756,15 +815,15 @@ def _(r: Results) -> Finding:
     ]
     threads = [by_layer["batched"]["speed_up"] for by_layer in found.values()]
     recurrent = [by_layer["GRU"]["speed_up"] for by_layer in found.values()]
-    text = (
-        f"Times as long as attention with 8 heads, forward and backward, equal width: {'; '.join(shown)}. Two threads"
-    )
-    text += f" speed attention up {min(threads):.2f} to {max(threads):.2f} times, a GRU {min(recurrent):.2f} to"
-    faster = [by_layer["GRU"]["by_attention"] > 1 for by_layer in found.values()]
+    threads_ = {record["result"]["threads"] for name, record in r.items() if name.startswith("parallel/steps/")}
+    text = f"Times as long as attention with 8 heads, forward and backward, equal width: {'; '.join(shown)}."
+    text += f" {max(threads_)} threads speed attention up {min(threads):.2f} to {max(threads):.2f} times, a GRU"
+    text += f" {min(recurrent):.2f} to"
+    faster = [by_layer[kind]["by_attention"] > 1 for by_layer in found.values() for kind in ("GRU", "LSTM")]
     return f"{text} {max(recurrent):.2f} times.", HOLDS if all(faster) else IN_PART if any(faster) else FAILS
 
 
-@says("cost", "It is efficient beside other kinds: the dot product.", "product", "parallel/additive/*", article=(17,))
+@says("cost", "It is more efficient than additive attention.", "product", "parallel/additive/*", article=(17,))
 def _(r: Results) -> Finding:
     found = parallel.summary(r)["additive"]
     text = "; ".join(f"{rows} tokens {by_score['additive']:.0f} times" for rows, by_score in found.items())
@@ -774,7 +833,23 @@ def _(r: Results) -> Finding:
 
 @says(
     "cost",
-    "Several heads cost no more than one of the same width; leaving the reshape out is simpler.",
+    "It is more parallel and more efficient than feed-forward and scalar attention.",
+    "others",
+    "parallel/additive/*",
+    article=(13, 17),
+)
+def _(r: Results) -> Finding:
+    found = parallel.summary(r)["additive"]
+    text = "; ".join(f"{rows} tokens {by_score['one row']:.3f} times" for rows, by_score in found.items())
+    text = (
+        f"A score of each key alone is one row for all queries. It takes, against the dot product: {text}. Both are one"
+    )
+    return f"{text} operation for all tokens.", as_if(all(by_score["one row"] > 1 for by_score in found.values()))
+
+
+@says(
+    "cost",
+    "Efficient beside a single head: several heads cost no more than one of the same width.",
     "parallel",
     "parallel/heads/fused*",
     article=(17,),
@@ -789,7 +864,6 @@ def _(r: Results) -> Finding:
     text += (
         f" one head: {', '.join(f'{ratio:.2f} ({count} heads)' for count, ratio in ratios.items() if count != '1')}."
     )
-    text += " One head needs one view and one swap less."
     worst = max(ratios.values())
     return text, HOLDS if worst < 1.1 else IN_PART if min(r for c, r in ratios.items() if c != "1") < 1.1 else FAILS
 
@@ -797,7 +871,7 @@ def _(r: Results) -> Finding:
 # ---- where it is used ----
 
 
-@says("used", "BERT base has 12 heads.", "layer", "exact/models", entry=(13,))
+@says("used", "BERT base has 12 heads.", "heads", "exact/models", entry=(13,))
 def _(r: Results) -> Finding:
     found = of(r, "exact/models")["BERT base"]
     text = f"{sorted(set(found['heads']))[0]} heads in each of {len(found['heads'])} layers (transformers' model)."
@@ -806,22 +880,30 @@ def _(r: Results) -> Finding:
 
 @says(
     "used",
-    "It is a central building block of BERT and GPT, used in every layer, and followed by a feed-forward network.",
-    "feed-forward",
+    "It is a central building block of BERT and GPT, used in every layer.",
+    "layer",
     "exact/models",
-    entry=(8, 15),
+    entry=(15,),
 )
 def _(r: Results) -> Finding:
     models = of(r, "exact/models")
-    shown = [
-        f"{name} {found['with_self_attention']} of {found['layers']} layers, followed by a feed-forward in"
-        f" {found['attention_followed_by_feed_forward']}"
-        for name, found in models.items()
-    ]
-    whole = [
-        f["layers"] == f["with_self_attention"] == f["attention_followed_by_feed_forward"] for f in models.values()
-    ]
-    return f"{'; '.join(shown)}.", as_if(all(whole))
+    shown = [f"{name} {found['with_self_attention']} of {found['layers']} layers" for name, found in models.items()]
+    whole = [found["layers"] == found["with_self_attention"] for found in models.values()]
+    return f"{'; '.join(shown)}. Central is judged by presence.", as_if(all(whole))
+
+
+@says(
+    "used",
+    "In a layer of the Transformer, a feed-forward network follows it.",
+    "feed-forward",
+    "exact/models",
+    entry=(8,),
+)
+def _(r: Results) -> Finding:
+    models = of(r, "exact/models")
+    name = "attention_followed_by_feed_forward"
+    shown = [f"{model} in {found[name]} of {found['layers']} layers" for model, found in models.items()]
+    return f"{'; '.join(shown)}.", as_if(all(found["layers"] == found[name] for found in models.values()))
 
 
 @says(

@@ -40,7 +40,7 @@ class Task(ABC):
     """Something to learn.
 
     Args:
-        seed: Of all that is random: examples, and which of them are kept for testing.
+        seed: Says which part is kept for testing, where that differs by seed.
     """
 
     mask: Mask = Full()
@@ -65,19 +65,6 @@ class Task(ABC):
         """Random examples of a length, from the part for training or for testing."""
 
 
-class Tokens(nn.Module):
-    """A learned vector for each symbol, and one for each place where there are places."""
-
-    def __init__(self, symbols: int, width: int, places: int = 0) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(symbols, width)
-        self.places = nn.Parameter(torch.randn(places, width) * 0.02) if places else None
-
-    def forward(self, inputs: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
-        tokens = self.symbols(inputs)
-        return tokens if self.places is None else tokens + self.places[: inputs.shape[1]]
-
-
 class Classify(nn.Module):
     """Scores of classes from what ``pick`` takes of the tokens."""
 
@@ -96,7 +83,7 @@ class Text(Task):
     trained, tested = (64, 64), (64,)
 
     def embedding(self, width: int) -> nn.Module:
-        return Tokens(256, width, places=64)
+        return Sinusoids(256, width)
 
     def readout(self, width: int) -> nn.Module:
         return Classify(width, 256, lambda tokens: tokens.flatten(0, 1))
@@ -166,7 +153,7 @@ class Copy(Task):
     EMPTY = 256
 
     def embedding(self, width: int) -> nn.Module:
-        return Sinusoids(257, width)
+        return Sinusoids(257, width, parts=2)
 
     def readout(self, width: int) -> nn.Module:
         return Classify(width, 256, lambda tokens: tokens[:, tokens.shape[1] // 2 :].flatten(0, 1))
@@ -179,17 +166,23 @@ class Copy(Task):
 
 
 class Sinusoids(nn.Module):
-    """A learned vector for each symbol plus sinusoids of its place, which start again in the middle."""
+    """A learned vector for each symbol plus sinusoids of its place.
 
-    def __init__(self, symbols: int, width: int) -> None:
+    Args:
+        symbols: How many there are.
+        width: Size of a token.
+        parts: In so many parts of equal length the places start again.
+    """
+
+    def __init__(self, symbols: int, width: int, parts: int = 1) -> None:
         super().__init__()
-        self.symbols = nn.Embedding(symbols, width)
+        self.symbols, self.parts = nn.Embedding(symbols, width), parts
+        nn.init.normal_(self.symbols.weight, std=0.5)  # about as large as the sinusoids, so that both are heard
         self.register_buffer("rates", 10_000 ** (-torch.arange(0, width, 2) / width), persistent=False)
 
     def forward(self, inputs: Int[Tensor, "B T"]) -> Float[Tensor, "B T E"]:
-        half = inputs.shape[1] // 2
-        angles = torch.arange(half)[:, None] * self.rates
-        return self.symbols(inputs) + torch.cat([angles.sin(), angles.cos()], 1).repeat(2, 1)
+        angles = torch.arange(inputs.shape[1] // self.parts)[:, None] * self.rates
+        return self.symbols(inputs) + torch.cat([angles.sin(), angles.cos()], 1).repeat(self.parts, 1)
 
 
 class Recall(Task):
@@ -197,17 +190,10 @@ class Recall(Task):
 
     A token is a pair; the last token is the question. There are no places: only what a pair holds leads to it,
     however far away it stands. Words asked for occur once in the passage.
-
-    Args:
-        seed: Of the examples.
-        questions: 1, or 2 for two words asked for in the same token, both to be answered.
     """
 
     trained, tested = (8, 32), (8, 16, 32, 64, 128)
-
-    def __init__(self, seed: int, questions: int = 1) -> None:
-        super().__init__(seed)
-        self.questions = questions
+    questions = 1
 
     def embedding(self, width: int) -> nn.Module:
         return Pairs(width)
@@ -230,6 +216,12 @@ class Recall(Task):
         pair = torch.stack([torch.cat([first, question[0]], 1), torch.cat([second, empty], 1)], -1)
         other = torch.cat([torch.full_like(first, WORDS), question[1] if self.questions > 1 else empty], 1)
         return Batch(torch.cat([pair, other[..., None]], -1), second.gather(1, asked).flatten())
+
+
+class RecallOfTwo(Recall):
+    """The same with two words asked for by the same token, both to be answered."""
+
+    questions = 2
 
 
 class Pairs(nn.Module):
@@ -273,10 +265,10 @@ def split(whole: Tensor, test: bool) -> Tensor:
     return whole[border:] if test else whole[:border]
 
 
-TASKS = {
+TASKS: dict[str, type[Task]] = {
     "text": Text,
     "digits": Digits,
     "copy": Copy,
     "recall": Recall,
-    "recall of two": lambda seed: Recall(seed, questions=2),
+    "recall of two": RecallOfTwo,
 }

@@ -42,16 +42,19 @@ def units(quick: bool) -> list[Unit]:
             if seed >= seeds:
                 continue
             shared = {"seed": seed, "layers": layers, "rows": rows, "steps": 2 if quick else steps}
-            shared |= {"answers": 16 if quick else ANSWERS}
+            shared |= {"answers": 2 if quick else ANSWERS}
             for variant in VARIANTS:
                 given = {"task": task, "variant": variant, **shared}
                 found.append(Unit(f"training/{task}/{variant}/seed {seed}", f"{__name__}:train", given))
         for length in LENGTHS:
             for places in (True, False):
                 for variant in SHORT:
+                    if places and length == 16:  # these are trained already
+                        continue
                     layers, rows, steps, _ = PLAN["digits"]
                     given = {"length": length, "places": places, "variant": variant, "seed": seed}
-                    given |= {"layers": layers, "rows": rows, "steps": 2 if quick else steps, "answers": ANSWERS}
+                    given |= {"layers": layers, "rows": rows, "steps": 2 if quick else steps}
+                    given |= {"answers": 2 if quick else ANSWERS}
                     name = f"order/{length} patches/{'with' if places else 'without'} places/{variant}/seed {seed}"
                     found.append(Unit(name, f"{__name__}:train_on_patches", given))
     return found
@@ -123,7 +126,7 @@ def test(task: Task, model: nn.Module, length: int, answers: int) -> dict[str, f
     draw = torch.Generator().manual_seed(length)
     right, bits, asked, examples = 0, 0.0, 0, 0
     while asked < answers and examples < MOST:
-        batch = task.batch(16, length, draw, test=True)
+        batch = task.batch(min(16, answers), length, draw, test=True)
         scores = model(batch.inputs)
         right += int((scores.argmax(1) == batch.targets).sum())
         bits += F.cross_entropy(scores, batch.targets, reduction="sum").item() / math.log(2)
@@ -153,6 +156,8 @@ def values(records: Mapping[str, Record], task: str, variant: str, length: int |
 
 def on_patches(records: Mapping[str, Record], length: int, places: bool, variant: str) -> list[float]:
     """The share of digits that are recognised from so many patches, by seed."""
+    if places and length == 16:
+        return values(records, "digits", variant)
     start = f"order/{length} patches/{'with' if places else 'without'} places/{variant}/"
     return [r["result"]["tests"][str(length)]["right"] for name, r in records.items() if name.startswith(start)]
 

@@ -1,8 +1,8 @@
 """The kinds of attention that the texts compare, with equal parameters and the same way of being called.
 
 Each has 4 E² weights for tokens of size E, and at most 4 E more, so that what a kind saves on scores it has for
-values. A kind differs from another in nothing but the scores: what follows them is one softmax over the keys that the
-mask allows and one weighted sum.
+values. A kind differs from another in its scores: what follows them is a softmax over the keys that the mask allows and
+a weighted sum. All start with weights of the same spread.
 """
 
 from abc import abstractmethod
@@ -19,6 +19,15 @@ from headwise import Full, Mask
 HEADS = (1, 2, 4, 8, 16)
 
 
+def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    """A linear layer that starts as the projections of headwise's layer do, so that no kind has a better start."""
+    made = nn.Linear(inputs, outputs, bias=bias)
+    nn.init.xavier_uniform_(made.weight)
+    if bias:
+        nn.init.zeros_(made.bias)
+    return made
+
+
 class OneScore(nn.Module):
     """Attention with one score for each query and key, however that is computed.
 
@@ -29,8 +38,8 @@ class OneScore(nn.Module):
 
     def __init__(self, embed_dim: int, value_dim: int) -> None:
         super().__init__()
-        self.v_proj = nn.Linear(embed_dim, value_dim, bias=False)
-        self.out_proj = nn.Linear(value_dim, embed_dim, bias=False)
+        self.v_proj = linear(embed_dim, value_dim)
+        self.out_proj = linear(value_dim, embed_dim)
 
     @abstractmethod
     def scores(self, query: Float[Tensor, "B T E"], key: Float[Tensor, "B S E"]) -> Float[Tensor, "B #T S"]:
@@ -63,9 +72,9 @@ class Additive(OneScore):
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__(embed_dim, embed_dim)
-        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=False)
-        self.score = nn.Linear(embed_dim, 1, bias=False)
+        self.q_proj = linear(embed_dim, embed_dim)
+        self.k_proj = linear(embed_dim, embed_dim)
+        self.score = linear(embed_dim, 1)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return self.score(torch.tanh(self.q_proj(query)[:, :, None] + self.k_proj(key)[:, None])).squeeze(-1)
@@ -80,8 +89,8 @@ class FeedForward(OneScore):
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__(embed_dim, embed_dim)
-        self.k_proj = nn.Linear(embed_dim, 2 * embed_dim)
-        self.score = nn.Linear(2 * embed_dim, 1, bias=False)
+        self.k_proj = linear(embed_dim, 2 * embed_dim, bias=True)
+        self.score = linear(2 * embed_dim, 1)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return self.score(torch.tanh(self.k_proj(key))).mT
@@ -92,7 +101,7 @@ class Scalar(OneScore):
 
     def __init__(self, embed_dim: int) -> None:
         super().__init__(embed_dim, 2 * embed_dim)
-        self.score = nn.Linear(embed_dim, 1, bias=False)
+        self.score = linear(embed_dim, 1)
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return self.score(key).mT

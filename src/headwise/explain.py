@@ -439,13 +439,17 @@ class _Watched(Backend):
 
     def kernel(self) -> str:
         """Which fused kernels torch has really called, and how."""
-        texts = []
+        texts: dict[tuple[str, str], int] = {}
         for name, args in self.calls:
             mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
             dense = "no mask tensor" if mask is None else f"a mask tensor of {mask.numel():,} entries"
             shapes = f"{args['query'].shape[-2]:,} query rows on {args['key'].shape[-2]:,} keys"
-            texts.append(f"; torch calls {name} ({shapes}, is_causal={args.get('is_causal', False)}, {dense})")
-        return "".join(dict.fromkeys(texts))
+            text = f"{shapes}, is_causal={args.get('is_causal', False)}, {dense})"
+            blocks = args["query"].shape[0] // max(1, self.inputs.query.shape[0])  # of queries, as rows of the batch
+            key = f"; torch calls {name} (", text
+            texts[key] = texts.get(key, 0) + blocks
+        many = {key: f"{n:,} blocks of " if n > 1 else "" for key, n in texts.items()}
+        return "".join(call + many[call, text] + text for call, text in texts)
 
 
 class _Kernels(TorchDispatchMode):

@@ -1,8 +1,11 @@
 """torch's scaled_dot_product_attention, in its best form.
 
-``is_causal`` only where it means the same, slices instead of masks, grouped heads without copies, and the log-sum-exp
-of torch's fused CPU kernel for sinks.
+``is_causal`` only where it means the same, slices instead of masks, windows in blocks, grouped heads without copies,
+and the log-sum-exp of torch's fused CPU kernel for sinks.
 """
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,6 +19,8 @@ from headwise.positions import Positions
 from headwise.spans import Spans, surely
 
 FEW_QUERIES = 16  # up to here, grouped heads are folded into the query rows: the keys are then read once per group
+BLOCK = 128  # query rows taken together, at least, where the mask is a band
+TOGETHER = 2**14  # query rows of all heads that go through the kernel at once, in blocks
 
 
 class Sdpa(Backend):
@@ -58,6 +63,9 @@ class Sdpa(Backend):
         spans = x.spans() if _may_slice(x) else None
         causal, tile = False, None
         if spans is not None and spans.is_numbers and not x.tiles():
+            band = _thin_band(x, spans)
+            if band is not None:
+                return self._in_blocks(x, *spans.reach(), *band)
             start, stop = spans.reach()
             # slices, not masks: they are free, and what nobody sees cannot leak
             key, value = key[..., start:stop, :], value[..., start:stop, :]
@@ -65,10 +73,16 @@ class Sdpa(Backend):
             # a branch, here and for the heads: under torch.compile a condition is symbolic, which SDPA does not take
             if inner is not None and _is_causal(inner):
                 causal = True
-            allowed = None if causal or (inner is not None and inner.is_full) else x.allowed()[..., start:stop]
+            if causal or (inner is not None and inner.is_full):
+                allowed = None
+            elif inner is None or torch.compiler.is_compiling():
+                allowed = x.allowed()[..., start:stop]
+            else:
+                allowed = _band(inner, query.device)
             slots = slice(start, stop)
             if not causal and not spans.reaches_all:
-                query = query.masked_fill(~x.allowed().any(-1, keepdim=True), 0)
+                seen = x.allowed() if allowed is None else allowed
+                query = query.masked_fill(~seen.any(-1, keepdim=True), 0)
         else:
             allowed, slots = x.allowed(), slice(None)
             # what no query sees may hold NaN, and SDPA would multiply it by zero
@@ -92,6 +106,40 @@ class Sdpa(Backend):
             out, lse = _attend(x, query, key, value, allowed | dead, tile, causal)
             return out.masked_fill(dead, 0), lse
         return _attend(x, query, key, value, allowed, tile, causal)
+
+    def _in_blocks(
+        self, x: Inputs, low: int, high: int, left: int, right: int, step: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same in blocks of queries, each with the few keys that it reaches; equal blocks are rows of one batch.
+
+        Work and memory then grow with T · width, where one mask for all queries has T · S entries.
+        """
+        batch, heads = x.query.shape[:2]
+        together = max(1, TOGETHER // max(1, batch * heads * step))
+        # pieces that are joined again, not slices: the gradient of a slice is as long as all the keys, in each block
+        queries, keys, values = (t.split(step, -2) for t in (x.query, x.key, x.value))
+        alike: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # in the order of the blocks
+        for i, query in enumerate(queries):
+            first, rows = i * step, query.shape[-2]
+            ends = (first + left, first + rows - 2 + right)  # the first and the last slot of the band
+            start, last = (min(max(end, low), high - 1) // step for end in ends)
+            at = start * step
+            edges = (max(0, low - at), min(high, (last + 1) * step) - at)
+            kind = (i // together, rows, last - start, first + left - at, *edges)
+            alike.setdefault(kind, []).append((i, start, last + 1 - start))
+        outs: list[Tensor] = []
+        lses: list[Tensor] = []
+        for blocks in alike.values():
+            (i, start, pieces), count = blocks[0], len(blocks)
+            query = _stacked(queries[i : i + count], count)
+            near = [start + block + j for block in range(count) for j in range(pieces)]
+            key, value = (_stacked([side[j] for j in near], count) for side in (keys, values))
+            stand = Positions(query.shape[-2], x.queries.start + i * step, x.queries.offset)
+            place = Positions(key.shape[-2], x.keys.start + start * step, x.keys.offset)
+            out, lse = self.run(replace(x, query=query, key=key, value=value, queries=stand, keys=place))
+            outs.extend(out.unflatten(0, (count, batch)).unbind())
+            lses.extend(() if lse is None else lse.unflatten(0, (count, batch)).unbind())
+        return torch.cat(outs, -2), torch.cat(lses, -1) if lses else None
 
 
 def _attend(
@@ -267,6 +315,37 @@ def _may_slice(x: Inputs) -> bool:
         and surely(starts[0] == starts[1])
         and surely(x.queries.count == x.keys.count)
     )
+
+
+def _stacked(pieces: tuple[Tensor, ...] | list[Tensor], count: int) -> Tensor:
+    """Pieces of ``count`` blocks, each block's behind one another, as that many times the rows of the batch."""
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, -2)
+    return joined.unflatten(-2, (count, -1)).movedim(-3, 0).flatten(0, 1)
+
+
+def _thin_band(x: Inputs, spans: Spans) -> tuple[int, int, int] | None:
+    """Bounds of a band and the query rows of a block, where a block reaches few enough of the keys to pay; or None.
+
+    A block has as many rows as the band is wide, so that half of what it computes lies in the band.
+    """
+    left: Any = spans.left
+    right: Any = spans.right
+    if torch.compiler.is_compiling():  # asked first: a compiler would make a graph for each number of blocks
+        return None
+    if spans.rows <= BLOCK or left is None or right is None or left >= right or x.score_mods:
+        return None
+    (start, stop), step = spans.reach(), max(BLOCK, right - left)
+    pays = stop - start >= 2 * (step + right - left - 1) and x.queries.is_run
+    return (left, right, step) if pays else None
+
+
+def _band(spans: Spans, device: torch.device) -> Bool[Tensor, "1 1 T N"]:
+    """The mask of keys none of which lies before the first or after the last, in booleans and not by indices."""
+    left: Any = spans.left
+    right: Any = spans.right
+    seen = torch.ones(1, 1, spans.rows, spans.slots, dtype=torch.bool, device=device)
+    seen = seen if left is None else seen.triu(left)
+    return seen if right is None else seen.tril(right - 1)
 
 
 def _is_causal(spans: Spans) -> bool:
