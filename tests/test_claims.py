@@ -26,7 +26,7 @@ FILES = {
     "question": "002_24f22298deb86d6c.txt",
 }
 # what a killed run is tried on: units of every kind that take a moment each
-SOME = "training/*/seed 0"
+SOME = "training/recall/*"
 
 
 def claims(folder, *more):
@@ -57,21 +57,23 @@ def test_a_quick_run_has_every_unit_and_writes_the_page(whole):
     assert (folder / "claims.md").read_text() == page.text(records)
     for found in page.FIGURES.values():
         for name, _, _ in found:
-            assert (folder / f"{name}.svg").read_text().count("<path") > 10
+            # grammar and meaning are only in a full run
+            least = 1 if name == "claims_relations" else 30
+            assert (folder / f"{name}.svg").read_text().count("<path") >= least, name
 
 
 def test_a_killed_run_goes_on_and_comes_to_the_same_numbers(whole, tmp_path):
     process = claims(tmp_path, "--only", SOME)
     path = tmp_path / "results.jsonl"
     for _ in range(600):
-        if path.exists() and path.read_text().count("\n") >= 8:
+        if path.exists() and path.read_text().count("\n") >= 3:
             break
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     text = path.read_text()
     kept = text.count("\n")
-    assert kept >= 8
+    assert kept >= 3
     path.write_text(text + '{"unit": "training/te')  # as if it had been killed while writing
     process = claims(tmp_path, "--only", SOME)
     said, _ = process.communicate(timeout=300)
@@ -82,7 +84,7 @@ def test_a_killed_run_goes_on_and_comes_to_the_same_numbers(whole, tmp_path):
     assert len(names) == len(set(names)), "nothing is done twice"
     uninterrupted = results(whole[0])
     again = results(tmp_path)
-    assert len(again) == len([name for name in uninterrupted if name.startswith("training/")])
+    assert len(again) == len([name for name in uninterrupted if name.startswith("training/recall/")])
     for name, record in again.items():
         assert record["result"] == uninterrupted[name]["result"], name
 
@@ -134,6 +136,14 @@ def fail(n):
     raise ValueError(f"{n} is wrong")
 
 
+def get_killed(n):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unwritable(n):
+    return {"n": object()}
+
+
 def test_a_failure_stops_no_other_unit_and_is_told(tmp_path):
     path = tmp_path / "results.jsonl"
     some = [Unit("bad", "test_claims:fail", {"n": 3}), Unit("good", "test_claims:answer", {"n": 1})]
@@ -142,9 +152,41 @@ def test_a_failure_stops_no_other_unit_and_is_told(tmp_path):
     assert [record["unit"] for record in units.read(path)] == ["good"]
 
 
+def test_of_units_whose_process_is_killed_only_the_guilty_one_fails(tmp_path):
+    some = [Unit(f"good {i}", "test_claims:answer", {"n": i + 1}) for i in range(5)]
+    some.insert(1, Unit("bad", "test_claims:get_killed", {"n": 1}))
+    some.append(Unit("timed", "test_claims:answer", {"n": 9}, alone=True))
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(RuntimeError, match=r"1 of 7 units failed; the first is 'bad'"):
+        units.run(some, path, jobs=2)
+    assert sorted(record["unit"] for record in units.read(path)) == [*(f"good {i}" for i in range(5)), "timed"]
+
+
+def test_what_cannot_be_written_is_the_failure_of_its_unit(tmp_path):
+    some = [Unit("bad", "test_claims:unwritable", {"n": 1}), Unit("good", "test_claims:answer", {"n": 1})]
+    with pytest.raises(RuntimeError, match=r"1 of 2 units failed; the first is 'bad': .*not JSON serializable"):
+        units.run(some, tmp_path / "results.jsonl", jobs=1)
+    assert len(units.read(tmp_path / "results.jsonl")) == 1
+
+
+def test_results_of_other_code_do_not_count(tmp_path):
+    path, unit = tmp_path / "results.jsonl", Unit("a", "test_claims:answer", {"n": 1})
+    units.run([unit], path, jobs=1)
+    assert list(units.stored([unit], path)) == ["a"]
+    path.write_text(path.read_text().replace(unit.key()["code"], "0" * 16))
+    assert units.stored([unit], path) == {}
+
+
+def test_two_runs_do_not_write_to_one_file(tmp_path):
+    path = tmp_path / "results.jsonl"
+    with units.writing(path), pytest.raises(RuntimeError, match=r"Another run writes to .*results\.jsonl; wait for it"):
+        units.run([Unit("a", "test_claims:answer", {"n": 1})], path, jobs=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--only", "exact/*", "--fresh"], "--fresh starts everything anew; leave out --only."),
         (["--only", "nothing"], "No unit is called 'nothing'; --list prints their names."),
         (["--docs"], "The documentation is made of all units in full; leave out --quick and --only."),
     ],
@@ -165,6 +207,16 @@ EMBED = 16
 def test_kinds_have_equal_parameters(name):
     count = sum(p.numel() for p in variants.VARIANTS[name](EMBED).parameters())
     assert 4 * EMBED**2 <= count <= 4 * EMBED**2 + 4 * EMBED
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_kinds_start_with_weights_of_the_same_spread(name):
+    """Uniform in ±a has the standard deviation a / √3, and Xavier's is √(2 / (inputs + outputs))."""
+    torch.manual_seed(0)
+    for part, weight in variants.VARIANTS[name](64).named_parameters():
+        if part.endswith("proj.weight"):
+            spread = (2 / sum(weight.shape)) ** 0.5
+            assert 0.95 * spread < weight.std() < 1.05 * spread, part
 
 
 def written_out(layer, tokens, causal):
@@ -227,6 +279,8 @@ def test_answers_are_in_the_examples(task):
         assert bytes(inputs[0].tolist()) in held
     elif task == "copy":
         piece, slots = inputs.chunk(2, 1)
+        held = bytes(tasks.split(tasks.text_bytes(), test=True).tolist())
+        assert all(bytes(row.tolist()) in held for row in piece)
         assert piece.flatten().tolist() == targets.tolist() and set(slots.flatten().tolist()) == {tasks.Copy.EMPTY}
     elif task.startswith("recall"):
         for row, answers in zip(inputs, targets.unflatten(0, (len(inputs), -1)), strict=True):
@@ -239,7 +293,8 @@ def test_answers_are_in_the_examples(task):
     else:
         images, _ = tasks.digits()
         assert len(targets) in (len(images) // 5, len(images) // 5 + 1)
-        assert batch.inputs.flatten(1).sum(1).sort().values.shape == (len(targets),)
+        learned = made.batch(4096, made.trained[1], draw, test=False).inputs
+        assert torch.cdist(inputs.flatten(1), learned.flatten(1)).min() > 0, "no image is in both"
     assert inputs.shape[0] in (4, len(targets))
 
 
@@ -250,7 +305,12 @@ def test_the_fifths_of_the_digits_are_each_other_s_complement():
     sums = torch.cat([tasks.Digits(seed).batch(1, 16, draw, test=True).inputs.flatten(1) for seed in range(5)])
     # every image once: the pixels of all tests are those of all images
     pixels = tasks.digits()[0].flatten(1)
-    assert_as_good_as(sums.sort(1).values.sum(0), pixels.sort(1).values.double().sum(0), pixels.sort(1).values.sum(0))
+    assert_as_good_as(
+        sums.sort(1).values.sum(0),
+        pixels.sort(1).values.double().sum(0),
+        pixels.sort(1).values.sum(0),
+        terms=len(pixels),
+    )
 
 
 @pytest.mark.parametrize("length", tasks.Digits.PATCHES)

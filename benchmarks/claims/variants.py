@@ -56,9 +56,10 @@ class OneScore(nn.Module):
         """Weigh the values by the softmax of the scores over the keys that the mask allows."""
         key = query if key is None else key
         value = key if value is None else value
-        rows, slots, zero = query.shape[1], key.shape[1], torch.zeros((), dtype=torch.int64)
-        q, k = slots - rows + torch.arange(rows)[:, None], torch.arange(slots)
-        allowed = (Full() if mask is None else mask).allowed(zero, zero, q, k)
+        rows, slots = query.shape[1], key.shape[1]
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        q, k = (slots - rows + torch.arange(rows))[None, None, :, None], torch.arange(slots)[None, None, None]
+        allowed = (Full() if mask is None else mask).allowed(zero, zero, q, k)[0]
         weights = self.scores(query, key).masked_fill(~allowed, -torch.inf).softmax(-1)
         return self.out_proj(weights @ self.v_proj(value))
 
