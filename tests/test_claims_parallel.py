@@ -203,7 +203,7 @@ def test_names_of_units_are_different_and_a_run_goes_on_where_it_stopped(tmp_pat
         names = [unit.name for unit in parallel.units(quick)]
         assert len(set(names)) == len(names)
     quick, path = parallel.units(quick=True), tmp_path / "results.jsonl"
-    lines = [json.dumps({**results[unit.name], "seconds": 0.0}) for unit in quick]
+    lines = [json.dumps({**results[unit.name], **unit.key(), "seconds": 0.0}) for unit in quick]
     path.write_text("\n".join(lines) + "\n" + lines[0][:20])  # a killed run leaves half a line
     told = []
     found = runner.run(quick, path, told=told.append)
