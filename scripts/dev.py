@@ -201,7 +201,8 @@ def fingerprint(root):
     python = ""
     with contextlib.suppress(OSError):
         python = re.sub(r"(?m)^(?!version).*\n?", "", (root / ".venv" / "pyvenv.cfg").read_text())
-    parts = [(root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
+    sources = ("pyproject.toml", "constraints.txt", "CMakeLists.txt", *sorted((root / "csrc").glob("*")))
+    parts = [(root / name).read_bytes() for name in sources if (root / name).is_file()]
     return hashlib.sha256(b"\0".join([*parts, str(root).encode(), python.encode()])).hexdigest()
 
 

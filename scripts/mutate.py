@@ -46,6 +46,7 @@ TESTS = {
     "backends.__init__": ["test_backends.py"],
     "backends.base": ["test_functional.py", "test_backends.py"],
     "backends.reference": ["test_functional.py", "test_backends.py"],
+    "backends.native": ["test_native.py"],
     "backends.sdpa": ["test_functional.py", "test_bands.py", "test_backends.py"],
     "checks": ["test_bad_calls.py", "test_layer.py"],
     "commands": ["test_cli.py"],

@@ -79,9 +79,10 @@ def test_ready_only_when_finished_unchanged_and_complete(dev, checkout):
     assert not dev.ready({}, [], now)
 
 
-@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", ".venv/pyvenv.cfg"])
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", ".venv/pyvenv.cfg", "csrc/forward.hpp"])
 def test_fingerprint_notices_a_change(dev, checkout, name):
     before = dev.fingerprint(checkout)
+    (checkout / name).parent.mkdir(exist_ok=True)
     with open(checkout / name, "a") as file:
         file.write("version_info = 3.12.1\n")
     assert dev.fingerprint(checkout) != before

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 LAYERS = (
     {"errors", "positions", "philox", "projections", "shapes"},
     {"algebra", "masks", "spans", "score_mods", "rotary", "schedules", "caches"},
-    {"checks", "backends.base", "backends.reference", "backends.sdpa", "backends", "notation"},
+    {"checks", "backends.base", "backends.native", "backends.reference", "backends.sdpa", "backends", "notation"},
     {"functional", "config"},
     {"attention", "packing"},
     {"show", "convert", "inspection", "explain", "lint", "steps"},
@@ -24,6 +24,7 @@ WITHIN = {
     ("masks", "spans"),
     ("rotary", "schedules"),
     ("backends.reference", "backends.base"),
+    ("backends.native", "backends.base"),
     ("backends.sdpa", "backends.base"),
     ("backends", "backends.base"),
     ("backends", "backends.reference"),

@@ -1,0 +1,5 @@
+// AVX-512: sixteen lanes, and registers for 12 x 32 results. Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512dq.
+#define ISA avx512
+#define LANES 16
+#define ROWS 12
+#include "forward.hpp"

@@ -1,0 +1,58 @@
+// Which instruction set runs: asked of the processor, once.
+
+#include <cstring>
+
+#include "kernel.h"
+
+namespace hw {
+namespace portable { int forward(const hw_call *); }
+#if defined(HW_X86)
+namespace avx2 { int forward(const hw_call *); }
+namespace avx512 { int forward(const hw_call *); }
+#endif
+
+struct entry { const char *name; int (*run)(const hw_call *); bool there; };
+
+static entry *entries() {
+    static entry all[] = {
+#if defined(HW_X86)
+        {"avx512", avx512::forward, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")},
+        {"avx2", avx2::forward, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#endif
+        {"portable", portable::forward, true},
+        {nullptr, nullptr, false},
+    };
+    return all;
+}
+}  // namespace hw
+
+extern "C" {
+
+const char *hw_instructions(void) {
+    static char text[64];
+    if (!text[0])
+        for (hw::entry *e = hw::entries(); e->name; ++e)
+            if (e->there) {
+                if (text[0]) std::strcat(text, " ");
+                std::strcat(text, e->name);
+            }
+    return text;
+}
+
+int hw_forward(const hw_call *call, const char *isa) {
+    for (hw::entry *e = hw::entries(); e->name; ++e)
+        if (e->there && (!isa || !std::strcmp(isa, e->name))) return e->run(call);
+    return HW_NO_SUCH_ISA;
+}
+
+int64_t hw_call_size(void) { return sizeof(hw_call); }
+
+int hw_threaded(void) {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
+}

@@ -1,0 +1,559 @@
+// Attention, forward: once for each instruction set. The file that includes this one says which by three macros: ISA,
+// a namespace; LANES, floats of a vector; ROWS, rows of the tile of results that is kept in registers. Vectors are those
+// of the compiler (GCC and Clang), so that one source serves all.
+//
+// Scores go through a tile of keys at a time, and the softmax is corrected as larger ones are met (Milakov and
+// Gimelshein, 2018, https://arxiv.org/abs/1805.02867; Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135).
+// Exponentials are of base 2: scores enter times log2 e.
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+#include "convert.hpp"
+#include "kernel.h"
+
+namespace hw {
+namespace ISA {
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+
+constexpr int WIDE = 2 * LANES;     // columns of a register tile
+constexpr int BLOCK = 32 * ROWS;    // query rows of a task, which share the packed keys and values
+constexpr int TILE = 128;           // keys packed at once
+constexpr int SPLIT = 512;          // keys of a task where queries are few: fixed, so that threads do not change the sums
+constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few
+constexpr int MOST = 256;           // largest head size
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+inline vec load(const float *p) { vec x; std::memcpy(&x, p, sizeof x); return x; }
+inline void store(float *p, vec x) { std::memcpy(p, &x, sizeof x); }
+inline vec all(float x) { return x - vec{}; }  // x - 0 is x and costs nothing; x + 0 is not, for -0
+inline int64_t padded(int64_t n) { return (n + WIDE - 1) / WIDE * WIDE; }
+inline int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
+inline float largest(vec x) { float y = x[0]; for (int i = 1; i < LANES; ++i) y = x[i] > y ? x[i] : y; return y; }
+inline float total(vec x) { float y = x[0]; for (int i = 1; i < LANES; ++i) y += x[i]; return y; }
+
+// 2^x for x <= 0, -inf included; below 2^-126 it is 0, and NaN stays NaN.
+inline vec exp2(vec x) {
+    const vec shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+    const vec f = x - (shifted - 12582912.0f);
+    vec p = all(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    const ints bits = ((ints)shifted << 23) + (ints)p;
+    const ints gone = x <= -126.0f;
+    return (vec)(bits & ~gone);
+}
+
+inline float exp2(float x) { return exp2(all(x))[0]; }
+
+// ---- products of matrices
+
+// c[R][WIDE] = a[R][n] b[n][WIDE], added to what is there if ADD.
+template <int R, bool ADD>
+inline void tile(int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
+    vec sum[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        sum[r][0] = ADD ? load(c + r * c_stride) : vec{};
+        sum[r][1] = ADD ? load(c + r * c_stride + LANES) : vec{};
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        const vec b0 = load(b + i * WIDE), b1 = load(b + i * WIDE + LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const vec x = all(a[r * a_stride + i]);
+            sum[r][0] += x * b0;
+            sum[r][1] += x * b1;
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        store(c + r * c_stride, sum[r][0]);
+        store(c + r * c_stride + LANES, sum[r][1]);
+    }
+}
+
+template <bool ADD, int R = ROWS>
+inline void tile_of(int64_t rows, int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
+    if (rows == R) return tile<R, ADD>(n, a, a_stride, b, c, c_stride);
+    if constexpr (R > 1) tile_of<ADD, R - 1>(rows, n, a, a_stride, b, c, c_stride);
+}
+
+// ---- reading and writing
+
+inline float number(const void *from, int64_t at, int32_t dtype) {
+    if (dtype == HW_FLOAT32) return ((const float *)from)[at];
+    const uint16_t x = ((const uint16_t *)from)[at];
+    return dtype == HW_BFLOAT16 ? from_bfloat16(x) : from_float16(x);
+}
+
+void read_row(float *to, const void *from, int64_t at, int64_t n, int32_t dtype, float by = 1) {
+    if (dtype == HW_FLOAT32) {
+        const float *p = (const float *)from + at;
+        for (int64_t i = 0; i < n; ++i) to[i] = p[i] * by;
+    } else if (dtype == HW_BFLOAT16) {
+        const uint16_t *p = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; ++i) to[i] = from_bfloat16(p[i]) * by;
+    } else {
+        const uint16_t *p = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; ++i) to[i] = from_float16(p[i]) * by;
+    }
+}
+
+void write_row(void *to, int64_t at, const float *from, int64_t n, int32_t dtype, float by) {
+    // what saw nothing is 0, whatever was summed: 0 times NaN would be NaN
+    if (dtype == HW_FLOAT32)
+        for (int64_t i = 0; i < n; ++i) ((float *)to)[at + i] = by == 0 ? 0 : from[i] * by;
+    else if (dtype == HW_BFLOAT16)
+        for (int64_t i = 0; i < n; ++i) ((uint16_t *)to)[at + i] = to_bfloat16(by == 0 ? 0 : from[i] * by);
+    else
+        for (int64_t i = 0; i < n; ++i) ((uint16_t *)to)[at + i] = to_float16(by == 0 ? 0 : from[i] * by);
+}
+
+inline int64_t query_at(const hw_call *x, int64_t b, int64_t h, int64_t t) {
+    return b * x->query_stride[0] + h * x->query_stride[1] + t * x->query_stride[2];
+}
+inline int64_t key_at(const hw_call *x, int64_t b, int64_t kv, int64_t s) {
+    return b * x->key_stride[0] + kv * x->key_stride[1] + s * x->key_stride[2];
+}
+inline int64_t value_at(const hw_call *x, int64_t b, int64_t kv, int64_t s) {
+    return b * x->value_stride[0] + kv * x->value_stride[1] + s * x->value_stride[2];
+}
+inline int64_t out_at(const hw_call *x, int64_t b, int64_t h, int64_t t) {
+    return b * x->out_stride[0] + h * x->out_stride[1] + t * x->out_stride[2];
+}
+
+// ---- what a row sees
+
+struct range { int32_t start, stop; };
+
+inline const int32_t *runs_of(const hw_call *x, int64_t b, int64_t h, int64_t t) {
+    return x->runs + b * x->runs_stride[0] + h * x->runs_stride[1] + t * x->runs_stride[2];
+}
+
+// From the first slot that a row may see to the one after the last; start == stop where it sees none.
+range reach(const hw_call *x, int64_t b, int64_t h, int64_t t) {
+    int64_t start = 0, stop = x->slots;
+    if (x->runs) {
+        start = x->slots, stop = 0;
+        const int32_t *run = runs_of(x, b, h, t);
+        for (int64_t i = 0; i < x->run_count; ++i)
+            if (run[2 * i] < run[2 * i + 1]) {
+                start = run[2 * i] < start ? run[2 * i] : start;
+                stop = run[2 * i + 1] > stop ? run[2 * i + 1] : stop;
+            }
+    } else {
+        if (x->first && x->first[b] > start) start = x->first[b];
+        if (x->left && t + x->left[b] > start) start = t + x->left[b];
+        if (x->last && x->last[b] < stop) stop = x->last[b];
+        if (x->right && t + x->right[b] < stop) stop = t + x->right[b];
+    }
+    start = within(start, 0, x->slots), stop = within(stop, 0, x->slots);
+    if (stop <= start) start = stop = 0;
+    return {(int32_t)start, (int32_t)stop};
+}
+
+// Whether nothing but its range says what a row sees.
+inline bool plain(const hw_call *x) { return !x->mask && !x->bias && (!x->runs || x->run_count == 1); }
+
+// Sets the scores of slots at ... at + n that a row may not see to -inf, and marks the others in seen.
+void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_t at, int64_t n, float *s, uint8_t *seen) {
+    uint8_t open[SPLIT] = {0};
+    if (x->runs) {
+        const int32_t *run = runs_of(x, b, h, t);
+        for (int64_t i = 0; i < x->run_count; ++i) {
+            const int64_t from = within(run[2 * i] - at, 0, n), to = within(run[2 * i + 1] - at, 0, n);
+            if (to > from) std::memset(open + from, 1, to - from);
+        }
+    } else {
+        const int64_t from = within(whole.start - at, 0, n), to = within(whole.stop - at, 0, n);
+        if (to > from) std::memset(open + from, 1, to - from);
+    }
+    if (x->mask) {
+        const uint8_t *p = x->mask + b * x->mask_stride[0] + h * x->mask_stride[1] + t * x->mask_stride[2] + at * x->mask_stride[3];
+        for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->mask_stride[3]] != 0;
+    }
+    if (x->bias) {
+        const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
+        for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->bias_stride[3]] != NONE;
+    }
+    for (int64_t c = 0; c < n; ++c) {
+        s[c] = open[c] ? s[c] : NONE;
+        seen[c] |= open[c];
+    }
+}
+
+inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
+
+// What is done to the scaled scores of a row; they leave it times log2 e. Reads and writes up to a whole vector.
+void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
+    if (x->softcap > 0)
+        for (int64_t c = 0; c < n; c += LANES) {  // tanh y = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|)
+            const ints y = (ints)(load(s + c) * (1 / x->softcap));
+            const ints sign = y & std::numeric_limits<int32_t>::min();
+            const vec e = exp2((vec)(y ^ sign) * (-2 * LOG2E));
+            store(s + c, (vec)((ints)((1.0f - e) / (1.0f + e)) ^ sign) * x->softcap);
+        }
+    const int64_t away = at + x->distance - t;
+    if (x->slopes) {
+        const float slope = x->slopes[h];
+        for (int64_t c = 0; c < n; ++c) s[c] -= slope * (float)(away + c < 0 ? -away - c : away + c);
+    }
+    if (x->table) {
+        const float *table = x->table + h * x->table_size;
+        const int64_t middle = x->table_size / 2;
+        for (int64_t c = 0; c < n; ++c) s[c] += table[within(away + c + middle, 0, x->table_size - 1)];
+    }
+    if (x->bias) {
+        const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
+        for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
+    }
+    for (int64_t c = 0; c < n; ++c) s[c] *= LOG2E;
+}
+
+// ---- the softmax of a row, which goes on from tile to tile
+
+struct state { float top, sum; };
+
+// Turns n scores into weights relative to the largest met so far, and returns what to multiply earlier sums by.
+float soften(state &row, float *s, int64_t n) {
+    const int64_t whole = (n + LANES - 1) / LANES * LANES;
+    for (int64_t c = n; c < whole; ++c) s[c] = NONE;
+    vec top = all(NONE);
+    for (int64_t c = 0; c < whole; c += LANES) { const vec y = load(s + c); top = y > top ? y : top; }
+    const float met = largest(top), now = met > row.top ? met : row.top;
+    const float base = now == NONE ? 0 : now;  // nothing seen yet: 2^(-inf - 0) = 0
+    vec sum = {};
+    for (int64_t c = 0; c < whole; c += LANES) {
+        const vec p = exp2(load(s + c) - base);
+        sum += p;
+        store(s + c, p);
+    }
+    const float by = row.top == now ? 1 : exp2(row.top - base);
+    row.sum = row.sum * by + total(sum);
+    row.top = now;
+    return by;
+}
+
+// Writes a row: divided by its sum, the sink taken into account.
+void finish(const hw_call *x, int64_t b, int64_t h, int64_t t, state row, const float *o) {
+    float top = row.top * LN2, sum = row.sum, by = 1;
+    if (x->sinks && x->sinks[h] != NONE) {  // one more logit in the sum
+        const float sink = x->sinks[h], high = sink > top ? sink : top;
+        by = sum == 0 ? 0 : exp2((top - high) * LOG2E);
+        sum = (sum == 0 ? 0 : sum * by) + exp2((sink - high) * LOG2E);
+        top = high;
+    }
+    write_row(x->out, out_at(x, b, h, t), o, x->v_head_dim, x->dtype, sum == 0 ? 0 : by / sum);
+    if (x->lse) x->lse[(b * x->heads + h) * x->rows + t] = sum == 0 ? NONE : top + __builtin_logf(sum);
+}
+
+// ---- many queries: blocks of rows against tiles of keys
+
+template <int HALF>
+inline void transpose(vec *row) {  // LANES x LANES, by exchanging ever smaller off-diagonal blocks
+    ints low, high;
+    for (int i = 0; i < LANES; ++i) {
+        low[i] = i & HALF ? LANES + i - HALF : i;
+        high[i] = i & HALF ? LANES + i : i + HALF;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & HALF)) {
+            const vec a = row[i], b = row[i + HALF];
+            row[i] = __builtin_shuffle(a, b, low);
+            row[i + HALF] = __builtin_shuffle(a, b, high);
+        }
+    if constexpr (HALF > 1) transpose<HALF / 2>(row);
+}
+
+// Keys at ... at + n by panels of WIDE: to[panel][head_dim][WIDE].
+void pack_keys(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *to) {
+    float rows[LANES][MOST];
+    const int64_t d = x->head_dim;
+    for (int64_t j = 0; j < n; j += LANES) {
+        float *panel = to + j / WIDE * d * WIDE + j % WIDE;
+        const float *p[LANES];
+        for (int64_t c = 0; c < LANES; ++c) {
+            // beyond the last key any will do: what comes of it is not read
+            const int64_t from = key_at(x, b, kv, at + (j + c < n ? j + c : j));
+            p[c] = (const float *)x->key + from;
+            if (x->dtype != HW_FLOAT32) read_row(rows[c], x->key, from, d, x->dtype), p[c] = rows[c];
+        }
+        int64_t i = 0;
+        for (; i + LANES <= d; i += LANES) {
+            vec row[LANES];
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; ++c) row[c] = load(p[c] + i);
+            transpose<LANES / 2>(row);
+#pragma GCC unroll 16
+            for (int c = 0; c < LANES; ++c) store(panel + (i + c) * WIDE, row[c]);
+        }
+        for (; i < d; ++i)
+            for (int c = 0; c < LANES; ++c) panel[i * WIDE + c] = p[c][i];
+    }
+}
+
+// Values likewise: to[panel][n][WIDE]. What nobody sees may hold NaN, and 0 times NaN is NaN: it is zero here.
+void pack_values(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, const uint8_t *seen, float *to) {
+    float row[MOST + WIDE];
+    const int64_t v = x->v_head_dim, wide = padded(v);
+    for (int64_t c = 0; c < n; ++c) {
+        const int64_t from = value_at(x, b, kv, at + c);
+        const float *p = (const float *)x->value + from;
+        const bool shown = !seen || seen[c];
+        if (!shown || x->dtype != HW_FLOAT32 || v != wide) {
+            if (shown) read_row(row, x->value, from, v, x->dtype);
+            for (int64_t i = shown ? v : 0; i < wide; ++i) row[i] = 0;
+            p = row;
+        }
+        for (int64_t j = 0; j < wide; j += WIDE) {
+            store(to + j * n + c * WIDE, load(p + j));
+            store(to + j * n + c * WIDE + LANES, load(p + j + LANES));
+        }
+    }
+}
+
+struct scratch {
+    float *query, *keys, *values, *scores, *out;
+    state row[BLOCK];
+    range sees[BLOCK];
+};
+
+int64_t scratch_floats(const hw_call *x) {
+    return BLOCK * x->head_dim + TILE * x->head_dim + TILE * padded(x->v_head_dim) + BLOCK * TILE + BLOCK * padded(x->v_head_dim);
+}
+
+void lay_out(scratch &y, float *memory, const hw_call *x) {
+    y.query = memory, y.keys = y.query + BLOCK * x->head_dim, y.values = y.keys + TILE * x->head_dim;
+    y.scores = y.values + TILE * padded(x->v_head_dim), y.out = y.scores + BLOCK * TILE;
+}
+
+void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, scratch &y) {
+    const int64_t kv = h / (x->heads / x->kv_heads), d = x->head_dim, wide = padded(x->v_head_dim);
+    const bool modified = modifies(x), simple = plain(x);
+    int64_t low = x->slots, high = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+        read_row(y.query + r * d, x->query, query_at(x, b, h, first + r), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
+        y.row[r] = {NONE, 0};
+        const range sees = y.sees[r] = reach(x, b, h, first + r);
+        if (sees.stop > sees.start) low = sees.start < low ? sees.start : low, high = sees.stop > high ? sees.stop : high;
+    }
+    std::memset(y.out, 0, rows * wide * sizeof(float));
+    uint8_t seen[TILE];
+    for (int64_t at = low; at < high; at += TILE) {
+        const int64_t n = high - at < TILE ? high - at : TILE;
+        // columns of the tile that a group of ROWS rows reaches, and whether each of its rows sees all of these
+        int32_t from[BLOCK / ROWS], to[BLOCK / ROWS];
+        bool open[BLOCK / ROWS], any = false, every = true;
+        for (int64_t g = 0; g * ROWS < rows; ++g) {
+            int64_t start = n, stop = 0;
+            for (int64_t r = g * ROWS; r < rows && r < (g + 1) * ROWS; ++r) {
+                const int64_t begin = within(y.sees[r].start - at, 0, n), end = within(y.sees[r].stop - at, 0, n);
+                if (end > begin) start = begin < start ? begin : start, stop = end > stop ? end : stop;
+            }
+            open[g] = simple;
+            for (int64_t r = g * ROWS; r < rows && r < (g + 1) * ROWS; ++r)
+                open[g] &= y.sees[r].start <= at + start && y.sees[r].stop >= at + stop;
+            from[g] = (int32_t)(start / WIDE * WIDE), to[g] = (int32_t)stop;
+            open[g] &= from[g] == start;
+            any |= stop > start;
+            every &= open[g] && start == 0 && stop == n;
+        }
+        if (!any) continue;
+        pack_keys(x, b, kv, at, n, y.keys);
+        if (!every) std::memset(seen, 0, n);
+        for (int64_t g = 0; g * ROWS < rows; ++g) {
+            if (to[g] <= from[g]) continue;
+            const int64_t r0 = g * ROWS, count = rows - r0 < ROWS ? rows - r0 : ROWS;
+            float *s = y.scores + r0 * TILE;
+            for (int64_t j = from[g]; j < to[g]; j += WIDE)
+                tile_of<false>(count, d, y.query + r0 * d, d, y.keys + j * d, s + j, TILE);
+            for (int64_t r = r0; r < r0 + count; ++r) {
+                float *row = y.scores + r * TILE + from[g];
+                const int64_t wanted = to[g] - from[g];
+                if (modified) modify(x, b, h, first + r, at + from[g], wanted, row);
+                if (!open[g]) hide(x, b, h, first + r, y.sees[r], at + from[g], wanted, row, seen + from[g]);
+                const float by = soften(y.row[r], row, wanted);
+                if (by != 1)
+                    for (int64_t i = 0; i < wide; i += LANES) store(y.out + r * wide + i, load(y.out + r * wide + i) * by);
+            }
+            if (open[g] && !every) std::memset(seen + from[g], 1, to[g] - from[g]);
+        }
+        pack_values(x, b, kv, at, n, every ? nullptr : seen, y.values);
+        for (int64_t g = 0; g * ROWS < rows; ++g) {
+            if (to[g] <= from[g]) continue;
+            const int64_t r0 = g * ROWS, count = rows - r0 < ROWS ? rows - r0 : ROWS;
+            for (int64_t j = 0; j < wide; j += WIDE)
+                tile_of<true>(count, to[g] - from[g], y.scores + r0 * TILE + from[g], TILE, y.values + j * n + from[g] * WIDE,
+                              y.out + r0 * wide + j, wide);
+        }
+    }
+    for (int64_t r = 0; r < rows; ++r) finish(x, b, h, first + r, y.row[r], y.out + r * wide);
+}
+
+// ---- few queries: keys and values are read where they lie, by all heads of a group at once
+
+
+void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *memory, float *scores) {
+    const int64_t group = x->heads / x->kv_heads, rows = group * x->rows, d = x->head_dim, v = x->v_head_dim;
+    const int64_t deep = padded(d), wide = padded(v), each = wide + LANES;
+    const bool modified = modifies(x), simple = plain(x);
+    float query[FEW][MOST], line[4][MOST];
+    range sees[FEW];
+    int64_t low = n, high = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+        sees[r] = reach(x, b, kv * group + r / x->rows, r % x->rows);
+        const int64_t from = within(sees[r].start - at, 0, n), to = within(sees[r].stop - at, 0, n);
+        if (to > from) low = from < low ? from : low, high = to > high ? to : high;
+        memory[r * each] = NONE, memory[r * each + 1] = 0;
+        std::memset(memory + r * each + LANES, 0, wide * sizeof(float));
+    }
+    if (high <= low) return;
+    at += low, n = high - low;
+    for (int64_t r = 0; r < rows; ++r) {
+        read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
+        for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
+    }
+    const bool direct = x->dtype == HW_FLOAT32;
+    for (int64_t i = d; i < deep; ++i) line[0][i] = 0;
+    for (int64_t c = 0; c < n; ++c) {
+        const int64_t from = key_at(x, b, kv, at + c);
+        const float *k = (const float *)x->key + from;
+        if (!direct || d != deep) read_row(line[0], x->key, from, d, x->dtype), k = line[0];
+        for (int64_t r = 0; r < rows; ++r) {
+            vec a0 = {}, a1 = {};
+            for (int64_t i = 0; i < deep; i += WIDE) {
+                a0 += load(query[r] + i) * load(k + i);
+                a1 += load(query[r] + i + LANES) * load(k + i + LANES);
+            }
+            scores[r * SPLIT + c] = total(a0 + a1);
+        }
+    }
+    uint8_t seen[SPLIT];
+    bool every = simple;
+    for (int64_t r = 0; r < rows; ++r) every &= sees[r].start <= at && sees[r].stop >= at + n;
+    std::memset(seen, every, n);
+    for (int64_t r = 0; r < rows; ++r) {
+        const int64_t h = kv * group + r / x->rows, t = r % x->rows;
+        if (modified) modify(x, b, h, t, at, n, scores + r * SPLIT);
+        if (!every) hide(x, b, h, t, sees[r], at, n, scores + r * SPLIT, seen);
+        state row = {NONE, 0};
+        soften(row, scores + r * SPLIT, n);
+        memory[r * each] = row.top, memory[r * each + 1] = row.sum;
+    }
+    for (int64_t c = 0; c < n; c += 4) {
+        const float *p[4];
+        float w[4];
+        for (int64_t i = 0; i < 4; ++i) {
+            const bool there = c + i < n && seen[c + i < n ? c + i : 0];
+            const int64_t from = value_at(x, b, kv, at + (c + i < n ? c + i : c));
+            p[i] = (const float *)x->value + from;
+            if (!there || !direct || v != wide) {
+                if (there) read_row(line[i], x->value, from, v, x->dtype);
+                for (int64_t j = there ? v : 0; j < wide; ++j) line[i][j] = 0;
+                p[i] = line[i];
+            }
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            for (int64_t i = 0; i < 4; ++i) w[i] = c + i < n ? scores[r * SPLIT + c + i] : 0;
+            float *o = memory + r * each + LANES;
+            for (int64_t j = 0; j < wide; j += LANES)
+                store(o + j, load(o + j) + load(p[0] + j) * w[0] + load(p[1] + j) * w[1] + load(p[2] + j) * w[2] + load(p[3] + j) * w[3]);
+        }
+    }
+}
+
+void join(const hw_call *x, int64_t b, int64_t kv, int64_t splits, float *memory) {
+    const int64_t group = x->heads / x->kv_heads, rows = group * x->rows, wide = padded(x->v_head_dim), each = wide + LANES;
+    for (int64_t r = 0; r < rows; ++r) {
+        float *first = memory + r * each, *sum = first + LANES;
+        state row = {first[0], first[1]};
+        for (int64_t i = 1; i < splits; ++i) {  // in the order of the keys
+            const float *next = memory + (i * rows + r) * each;
+            const float top = next[0] > row.top ? next[0] : row.top, base = top == NONE ? 0 : top;
+            const float ours = exp2(row.top - base), theirs = exp2(next[0] - base);
+            for (int64_t j = 0; j < wide; ++j) sum[j] = sum[j] * ours + next[LANES + j] * theirs;
+            row = {top, row.sum * ours + next[1] * theirs};
+        }
+        finish(x, b, kv * group + r / x->rows, r % x->rows, row, sum);
+    }
+}
+
+// ---- all of it
+
+inline float *take(int64_t floats) {
+#if defined(_WIN32)
+    return (float *)_aligned_malloc(floats * sizeof(float), 64);
+#else
+    return (float *)std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+#endif
+}
+
+inline void give(float *memory) {
+#if defined(_WIN32)
+    _aligned_free(memory);
+#else
+    std::free(memory);
+#endif
+}
+
+int few(const hw_call *x) {
+    const int64_t rows = x->heads / x->kv_heads * x->rows, splits = x->slots ? (x->slots + SPLIT - 1) / SPLIT : 1;
+    const int64_t pairs = x->batch * x->kv_heads, each = rows * (padded(x->v_head_dim) + LANES);
+    float *memory = take(pairs * splits * each);
+    if (!memory) return HW_NO_MEMORY;
+#pragma omp parallel num_threads(x->threads) if (x->threads > 1 && pairs * splits > 1)
+    {
+        alignas(64) float scores[FEW * SPLIT];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < pairs * splits; ++i) {
+            const int64_t at = i % splits * SPLIT, n = x->slots - at < SPLIT ? x->slots - at : SPLIT;
+            part(x, i / splits / x->kv_heads, i / splits % x->kv_heads, at, n, memory + i * each, scores);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < pairs; ++i) join(x, i / x->kv_heads, i % x->kv_heads, splits, memory + i * splits * each);
+    }
+    give(memory);
+    return HW_OK;
+}
+
+int many(const hw_call *x) {
+    const int64_t blocks = (x->rows + BLOCK - 1) / BLOCK, pairs = x->batch * x->heads;
+    int status = HW_OK;
+#pragma omp parallel num_threads(x->threads) if (x->threads > 1 && blocks * pairs > 1)
+    {
+        float *memory = take(scratch_floats(x));
+        scratch y;
+        if (memory) lay_out(y, memory, x);
+        else {
+#pragma omp atomic write
+            status = HW_NO_MEMORY;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < blocks * pairs; ++i) {
+            // the last blocks first, which are the longest under a causal mask
+            const int64_t n = blocks - 1 - i / pairs, bh = i % pairs, first = n * BLOCK;
+            const int64_t rows = x->rows - first < BLOCK ? x->rows - first : BLOCK;
+            if (memory) block(x, bh / x->heads, bh % x->heads, first, rows, y);
+        }
+        if (memory) give(memory);
+    }
+    return status;
+}
+
+int forward(const hw_call *x) {
+    if (!x->batch || !x->heads || !x->rows || !x->v_head_dim) return HW_OK;
+    return x->heads / x->kv_heads * x->rows <= FEW ? few(x) : many(x);
+}
+
+}  // namespace ISA
+}  // namespace hw

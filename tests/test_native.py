@@ -1,0 +1,308 @@
+"""The CPU kernel, forward: on every instruction set of this processor, against the reference by the tolerance rule."""
+
+import math
+import random
+
+import pytest
+import torch
+from cases import MASKS, SCORE_MODS, SHAPES, SMALL_SHAPES, SQUARE_MASKS
+from helpers import assert_as_good_as, pairwise, randn
+
+from headwise import (
+    ALiBi,
+    Bias,
+    Causal,
+    Chunk,
+    CustomScore,
+    Dense,
+    Document,
+    Full,
+    Padding,
+    Positions,
+    Prefix,
+    RelativeBias,
+    Softcap,
+    UnsupportedError,
+    Window,
+    attention,
+    attention_with_lse,
+)
+from headwise.backends import native
+from headwise.backends.native import Native, instruction_sets, why_missing
+
+NEEDS = pytest.mark.skipif(why_missing() is not None, reason=f"no kernel here: {why_missing()}")
+ISA = pytest.mark.parametrize("isa", instruction_sets() or ("none",))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CALLS = {**SHAPES, **SMALL_SHAPES}
+
+
+def check(isa, query, key, value, dtype=None, **options):
+    """Output and log-sum-exp of the kernel, as near to float64 as the rule asks."""
+    terms = query.shape[-1] + key.shape[-2]
+    sinks = options.pop("sinks", None)
+
+    def made(kind, backend):
+        tensors = (t.to(kind) for t in (query, key, value))
+        with torch.no_grad():
+            given = None if sinks is None else sinks.to(kind)
+            return attention_with_lse(*tensors, sinks=given, backend=backend, **options)
+
+    with torch.no_grad():
+        got = attention_with_lse(query, key, value, sinks=sinks, backend=Native(isa), **options)
+    exact, plain = made(torch.float64, "reference"), made(torch.float32, "reference")
+    assert got[0].dtype == query.dtype and got[1].dtype == torch.float32
+    for what, *three in zip(("output", "log-sum-exp"), got, exact, plain, strict=True):
+        alive = three[1] > -torch.inf
+        assert ((three[0] == -torch.inf) == ~alive).all(), what
+        assert_as_good_as(*(t[alive] for t in three), terms=terms, what=what)
+
+
+AXES = {
+    "shape": tuple(CALLS),
+    "mask": (*MASKS, *SQUARE_MASKS),
+    "mods": SCORE_MODS,
+    "sinks": (False, True),
+    "dtype": DTYPES,
+    "isa": instruction_sets() or ("none",),
+}
+
+
+def _fits(row):
+    call = CALLS[row["shape"]]
+    lowered = [mod.lowered() for mod in row["mods"].make(call, torch.float32)]
+    kinds = [None if low is None else low.kind for low in lowered]
+    known = None not in kinds and len(set(kinds)) == len(kinds) and "softcap" not in kinds[1:]
+    return known and (row["mask"] not in SQUARE_MASKS or call.rows == call.slots)
+
+
+def _name(row):
+    parts = (
+        row["shape"],
+        row["mask"].name,
+        row["mods"].name,
+        "sinks" * row["sinks"],
+        str(row["dtype"])[6:],
+        row["isa"],
+    )
+    return ", ".join(filter(None, parts))
+
+
+@NEEDS
+@pytest.mark.parametrize("row", pairwise(AXES, _fits), ids=_name)
+def test_every_two_parts_meet(row):
+    call = CALLS[row["shape"]]
+    tensors = [t.detach().to(row["dtype"]) for t in call.tensors()]
+    mods = [mod.requires_grad_(False) for mod in row["mods"].make(call, row["dtype"])]
+    for mod in mods:
+        if isinstance(mod, Bias) and mod.values.requires_grad:
+            mod.values = mod.values.detach()
+    sinks = randn(call.heads) if row["sinks"] else None
+    check(row["isa"], *tensors, mask=row["mask"].make(call), score_mods=mods, sinks=sinks)
+
+
+def random_call(draw):
+    """A call that nobody thought of: sizes about the borders of blocks and tiles, strides, masks, modifications."""
+    torch.manual_seed(draw.randrange(2**31))
+    kv_heads, group = draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 4])
+    rows = draw.choice([1, 1, 2, 5, 16, 17, 63, 191, 193, 200, 386])
+    slots = draw.choice([1, 3, 31, 127, 128, 129, 257, 511, 513, 1100])
+    batch, heads = draw.choice([1, 2, 3]), kv_heads * group
+    head_dim, v_head_dim = (draw.choice([1, 5, 8, 16, 24, 33, 64, 80, 128, 256]) for _ in range(2))
+    dtype = draw.choice(DTYPES)
+
+    def tensor(heads, length, width):
+        form = draw.choice(["plain", "swapped", "sliced", "expanded", "odd"])
+        if form == "swapped":
+            return torch.randn(batch, length, heads, width).transpose(1, 2).to(dtype)
+        if form == "sliced":
+            return torch.randn(batch, heads, length + 3, width + 5).to(dtype)[:, :, 2:-1, 4:-1]
+        if form == "expanded":
+            return torch.randn(1, 1, length, width).to(dtype).expand(batch, heads, length, width)
+        if form == "odd":  # the last dimension is not dense
+            return torch.randn(batch, heads, width, length).to(dtype).mT
+        return torch.randn(batch, heads, length, width).to(dtype)
+
+    tensors = tensor(heads, rows, head_dim), tensor(kv_heads, slots, head_dim), tensor(kv_heads, slots, v_head_dim)
+    lengths = [draw.randint(0, slots) for _ in range(batch)]
+    masks = [
+        Full(),
+        Causal(),
+        Causal() & Window(draw.randint(1, 2 * slots)),
+        Window(left=draw.randint(0, slots), right=draw.randint(0, slots)),
+        Padding(lengths),
+        Causal() & Padding(lengths),
+        Causal() | Prefix(draw.randint(0, slots)),
+        Chunk(draw.randint(1, slots)),
+        ~Window(draw.randint(1, slots)),
+        Dense(torch.rand(batch, heads, rows, slots) > 0.6),
+        Dense(torch.rand(rows, slots) > 0.9),
+        Document(torch.arange(rows)[None] * 3 // rows, torch.arange(slots)[None] * 3 // slots) & Causal(),
+    ]
+    bias = torch.randn(draw.choice([1, batch]), draw.choice([1, heads]), rows, slots)
+    bias = bias.masked_fill(torch.rand_like(bias) > 0.8, -torch.inf)
+    mods = [
+        *([Softcap(draw.choice([0.5, 5.0, 30.0]))] * (draw.random() < 0.2)),
+        *([ALiBi(heads)] * (draw.random() < 0.2)),
+        *([RelativeBias(heads, num_buckets=8, max_distance=20).requires_grad_(False)] * (draw.random() < 0.2)),
+        *([Bias(bias)] * (draw.random() < 0.2)),
+    ]
+    sinks = torch.randn(heads) if draw.random() < 0.3 else None
+    return tensors, {"mask": draw.choice(masks), "score_mods": mods, "sinks": sinks}
+
+
+def _random_calls(seed, isa, count):
+    draw = random.Random(seed)
+    for number in range(count):
+        tensors, options = random_call(draw)
+        try:
+            check(isa, *tensors, **options)
+        except AssertionError as error:
+            shapes = [tuple(t.shape) for t in tensors]
+            raise AssertionError(f"call {number} of seed {seed}: {shapes}, {tensors[0].dtype}, {options}") from error
+
+
+@NEEDS
+@ISA
+@pytest.mark.parametrize("seed", range(3))
+def test_random_calls(isa, seed):
+    _random_calls(seed, isa, 30)
+
+
+@NEEDS
+@ISA
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 125))
+def test_ten_thousand_random_calls(isa, seed):
+    _random_calls(seed, isa, 400 // len(instruction_sets()))
+
+
+@NEEDS
+@ISA
+def test_threads_do_not_change_a_bit(isa):
+    draw, threads = random.Random(7), torch.get_num_threads()
+    try:
+        for _ in range(12):
+            tensors, options = random_call(draw)
+            results = []
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                results.append(attention_with_lse(*tensors, backend=Native(isa), **options))
+            for other in results[1:]:
+                assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@NEEDS
+@ISA
+@pytest.mark.parametrize("rows", [1, 40], ids=["few queries", "many"])
+def test_what_nobody_sees_does_not_leak(isa, rows):
+    query, key, value = randn(2, 2, rows, 16), randn(2, 2, 300, 16), randn(2, 2, 300, 16)
+    mask = Padding([300, 150])
+    wanted = attention(query, key, value, mask=mask, backend=Native(isa))
+    for poison in (math.nan, math.inf):
+        dirty = [t.clone() for t in (key, value)]
+        for t in dirty:
+            t[1, :, 150:] = poison
+        assert torch.equal(attention(query, *dirty, mask=mask, backend=Native(isa)), wanted)
+    key[0, :, 7] = math.nan
+    seen = attention(query, key, value, mask=mask, backend=Native(isa))
+    assert seen[0].isnan().all() and torch.equal(seen[1], wanted[1]), "what may be seen stays visible"
+
+
+@NEEDS
+@ISA
+@pytest.mark.parametrize("rows", [3, 40], ids=["few queries", "many"])
+def test_a_query_that_sees_nothing_gives_zeros_whatever_it_holds(isa, rows):
+    query, key, value = randn(1, 2, rows, 8), randn(1, 2, 50, 8), randn(1, 2, 50, 8)
+    query[:, :, 1] = math.nan
+    seen = torch.ones(rows, 50, dtype=torch.bool)
+    seen[1] = False
+    out, lse = attention_with_lse(query, key, value, mask=Dense(seen), backend=Native(isa))
+    assert (out[:, :, 1] == 0).all() and (lse[:, :, 1] == -torch.inf).all()
+    assert not out.isnan().any()
+
+
+@NEEDS
+@ISA
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 5, 4), (1, 2, 0, 5, 4), (1, 2, 3, 0, 4)], ids=["batch", "rows", "slots"])
+def test_empty_sizes(isa, sizes):
+    batch, heads, rows, slots, dim = sizes
+    tensors = randn(batch, heads, rows, dim), randn(batch, heads, slots, dim), randn(batch, heads, slots, dim)
+    out, lse = attention_with_lse(*tensors, sinks=torch.tensor([0.5, -torch.inf]), backend=Native(isa))
+    assert out.shape == (batch, heads, rows, dim) and (out == 0).all()
+    assert torch.equal(lse, torch.tensor([0.5, -torch.inf])[None, :, None].expand(batch, heads, rows))
+
+
+@NEEDS
+@ISA
+def test_float16_scores_beyond_its_range(isa):
+    query = torch.full((1, 1, 20, 256), 60.0, dtype=torch.float16)
+    key = randn(1, 1, 30, 256).half() * 100
+    check(isa, query, key, randn(1, 1, 30, 8).half(), scale=1.0)
+
+
+@NEEDS
+def test_bits_of_half_types_are_those_of_torch():
+    """One key: the output is the value, read and written again; every bfloat16 and float16 that is finite."""
+    for dtype in (torch.bfloat16, torch.float16):
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        value = every[every.isfinite()][None, None, :, None]
+        query, key = torch.ones(1, 1, value.shape[2], 1, dtype=dtype), torch.zeros_like(value)
+        seen = Window(1)
+        for isa in instruction_sets():
+            assert torch.equal(attention(query, key, value, mask=seen, backend=Native(isa)), value)
+
+
+X = torch.ones(1, 2, 3, 4)
+
+
+def _with_tangent():
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(X, X)
+        return attention(x, x, x, backend=Native())
+
+
+REASONS = {
+    "it computes in float32, bfloat16 and float16 only": lambda: attention(*[X.double()] * 3, backend=Native()),
+    "its backward is not written yet": lambda: attention(*[X.clone().requires_grad_()] * 3, backend=Native()),
+    "it has no dropout yet": lambda: attention(X, X, X, dropout_p=0.5, backend=Native()),
+    "its heads have at most 256 features": lambda: attention(*[torch.ones(1, 1, 2, 257)] * 3, backend=Native()),
+    "it knows no custom modification of scores": lambda: attention(
+        X, X, X, score_mods=[CustomScore(lambda score, b, h, q, k: score)], backend=Native()
+    ),
+    "it takes one modification of each kind": lambda: attention(
+        X, X, X, score_mods=[ALiBi(2), ALiBi(2)], backend=Native()
+    ),
+    "it caps scores before anything else": lambda: attention(
+        X, X, X, score_mods=[ALiBi(2), Softcap(1.0)], backend=Native()
+    ),
+    "distances that are not those of two runs of positions are not for its kernel": lambda: attention(
+        X, X, X, score_mods=[ALiBi(2)], query_positions=Positions(3, torch.tensor([0])), backend=Native()
+    ),
+    "it does not compose with function transforms": lambda: torch.func.vmap(
+        lambda x: attention(x, x, x, backend=Native())
+    )(X[None]),
+    "it computes on the CPU only": lambda: attention(*[X.to("meta")] * 3, backend=Native()),
+    "it has no forward-mode derivative": _with_tangent,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_it_cannot_do_it_says(reason):
+    with pytest.raises(UnsupportedError, match=reason.replace("(", r"\(")):
+        REASONS[reason]()
+
+
+@NEEDS
+def test_instructions_that_are_not_there_are_refused():
+    with pytest.raises(UnsupportedError, match=r"has no instructions 'mmx' on this processor; give one of: .*portable"):
+        attention(X, X, X, backend=Native("mmx"))
+
+
+def test_without_its_library_it_says_so(monkeypatch):
+    gone = "its library was not built when headwise was installed"
+    monkeypatch.setattr(native, "_loaded", lambda: (None, gone))
+    with pytest.raises(UnsupportedError, match=gone):
+        attention(X, X, X, backend=Native())
+    assert instruction_sets() == ()
