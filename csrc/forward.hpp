@@ -18,6 +18,7 @@ namespace ISA {
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t bits __attribute__((vector_size(LANES * 4)));  // whose sums may wrap around
 
 constexpr int WIDE = 2 * LANES;     // columns of a register tile
 constexpr int BLOCK = 32 * ROWS;    // query rows of a task, which share the packed keys and values
@@ -47,9 +48,9 @@ inline vec exp2(vec x) {
     p = p * f + 2.402264791363012e-1f;
     p = p * f + 6.931472028550421e-1f;
     p = p * f + 1.0f;
-    const ints bits = ((ints)shifted << 23) + (ints)p;
+    const bits power = ((bits)shifted << 23) + (bits)p;
     const ints gone = x <= -126.0f;
-    return (vec)(bits & ~gone);
+    return (vec)(power & ~(bits)gone);
 }
 
 inline float exp2(float x) { return exp2(all(x))[0]; }
