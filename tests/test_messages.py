@@ -9,14 +9,15 @@ from test_bad_calls import ROWS, key, query, value
 
 import headwise
 from headwise import MultiHeadAttention, ShapeError, Softcap, UnsupportedError, Window, attention, parse
+from headwise.backends.native import Native
 
 pytestmark = pytest.mark.plain
 
 CORE = Path(headwise.__file__).parent
 MODULES = (
-    "algebra", "attention", "backends/__init__", "backends/base", "backends/reference", "backends/sdpa", "caches",
-    "checks", "config", "errors", "functional", "masks", "notation", "packing", "philox", "positions", "rotary",
-    "schedules", "score_mods", "shapes", "spans",
+    "algebra", "attention", "backends/__init__", "backends/base", "backends/native", "backends/reference",
+    "backends/sdpa", "caches", "checks", "config", "errors", "functional", "masks", "notation", "packing", "philox",
+    "positions", "rotary", "schedules", "score_mods", "shapes", "spans",
 )  # fmt: skip
 
 # Texts that the table cannot reach, each with what raises it.
@@ -24,6 +25,7 @@ MORE = (
     ("a text that is no string", lambda: parse(None), ShapeError),
     ("a text that is too long", lambda: parse("x" * 20_000), ShapeError),
     ("a text that is nested too deeply", lambda: parse("&".join(["Causal()"] * 1000)), ShapeError),
+    ("instructions that are not there", lambda: Native("mmx"), UnsupportedError),
 )
 
 

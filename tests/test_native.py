@@ -294,10 +294,9 @@ def test_what_it_cannot_do_it_says(reason):
         REASONS[reason]()
 
 
-@NEEDS
 def test_instructions_that_are_not_there_are_refused():
-    with pytest.raises(UnsupportedError, match=r"has no instructions 'mmx' on this processor; give one of: .*portable"):
-        attention(X, X, X, backend=Native("mmx"))
+    with pytest.raises(UnsupportedError, match=r"has no instructions 'mmx' on this processor; there are: "):
+        Native("mmx")
 
 
 def test_without_its_library_it_says_so(monkeypatch):

@@ -31,11 +31,19 @@ class Native(Backend):
 
     Args:
         instructions: The instruction set to use, one of ``instruction_sets()``; None for the best of this processor.
+
+    Raises:
+        UnsupportedError: When the kernel or the processor has no such instructions.
     """
 
     name = "native"
 
     def __init__(self, instructions: str | None = None) -> None:
+        if instructions is not None and instructions not in instruction_sets():
+            there = ", ".join(instruction_sets()) or "none"
+            raise UnsupportedError(
+                f"The CPU kernel has no instructions {instructions!r:.40} on this processor; there are: {there}."
+            )
         self.instructions = instructions
 
     def why_not(self, x: Inputs) -> str | None:
@@ -129,14 +137,11 @@ def _run(x: Inputs, instructions: str | None) -> tuple[Tensor, Tensor | None]:
     status = library().hw_forward(ctypes.byref(call), None if instructions is None else instructions.encode())
     del kept
     if status:
-        raise UnsupportedError(FAULTS[status].format(instructions, " ".join(instruction_sets())))
+        raise NO_MEMORY
     return out, lse
 
 
-FAULTS = {
-    1: "The CPU kernel found no memory for what it packs; make some free.",
-    2: "The CPU kernel has no instructions {!r} on this processor; give one of: {}.",
-}
+NO_MEMORY = MemoryError("The CPU kernel found no memory for what it packs; make some free.")
 
 
 def _limits(call: _Call, x: Inputs) -> list[Tensor]:
