@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import exact, heads, page, parallel, training
-from .units import Record, Unit, run
+from .units import Record, Unit, run, stored
 
 FAMILIES = (exact, training, heads, parallel)
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,8 +77,6 @@ def measure(units: list[Unit], path: Path, console: Console) -> dict[str, Record
             progress.update(bar, advance=1, description=record["unit"])
             if not console.is_terminal:
                 console.print(f"{record['seconds']:7.1f} s  {record['unit']}", soft_wrap=True)
-
-        from .units import stored
 
         progress.update(bar, advance=len(stored(units, path)))
         return run(units, path, told=told)

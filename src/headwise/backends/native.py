@@ -1,4 +1,4 @@
-"""headwise's own CPU kernel: every mask by its runs of keys, score modifications in place, no copy of the keys.
+"""headwise's own CPU kernel: masks by their runs of keys, score modifications in place, keys packed a tile at a time.
 
 The kernel is C++ behind a C face (csrc/kernel.h), found beside this file's package and called by ctypes. It neither
 links torch nor Python. What is passed to it is checked here or before: it trusts its caller.
@@ -22,8 +22,6 @@ from headwise.errors import UnsupportedError
 SUFFIXES = (".so", ".dylib", ".dll")
 MOST = 256  # largest head size of the kernel
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ORDER = {"softcap": 0, "slopes": 1, "table": 2, "tile": 3}  # in which the kernel modifies scores
-ADDED = 1  # from here on modifications only add, so that their order does not matter
 
 
 class Native(Backend):
@@ -84,6 +82,7 @@ def _why_not_modified(x: Inputs) -> str | None:
             return "distances that are not those of two runs of positions are not for its kernel"
     if any(kinds.count(kind) > 1 for kind in kinds):
         return "it takes one modification of each kind"
+    # what comes after the cap only adds, in any order
     return "it caps scores before anything else" if "softcap" in kinds[1:] else None
 
 
