@@ -2,4 +2,5 @@
 #define ISA avx2
 #define LANES 8
 #define ROWS 6
+#define PAIRS 0
 #include "forward.hpp"

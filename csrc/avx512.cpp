@@ -2,4 +2,5 @@
 #define ISA avx512
 #define LANES 16
 #define ROWS 12
+#define PAIRS 0
 #include "forward.hpp"

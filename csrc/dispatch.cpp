@@ -6,21 +6,28 @@
 
 namespace hw {
 namespace portable { int forward(const hw_call *); }
+namespace pairs { int forward(const hw_call *); }
 #if defined(HW_X86)
 namespace avx2 { int forward(const hw_call *); }
 namespace avx512 { int forward(const hw_call *); }
+namespace avx512_bf16 { int forward(const hw_call *); }
 #endif
 
 struct entry { const char *name; int (*run)(const hw_call *); bool there; };
 
 static entry *entries() {
+#if defined(HW_X86)
+    static const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
     static entry all[] = {
 #if defined(HW_X86)
-        {"avx512", avx512::forward, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")},
+        {"avx512_bf16", avx512_bf16::forward, wide && __builtin_cpu_supports("avx512bf16")},
+        {"avx512", avx512::forward, wide},
         {"avx2", avx2::forward, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
         {"portable", portable::forward, true},
+        {"pairs", pairs::forward, true},
         {nullptr, nullptr, false},
     };
     return all;

@@ -1,6 +1,7 @@
 // Attention, forward: once for each instruction set. The file that includes this one says which by three macros: ISA,
 // a namespace; LANES, floats of a vector; ROWS, rows of the tile of results that is kept in registers. Vectors are those
-// of the compiler (GCC and Clang), so that one source serves all.
+// of the compiler (GCC and Clang), so that one source serves all. PAIRS, where it is 1, says that bfloat16 is multiplied
+// as it is, two numbers of a 32-bit lane at a time; without such an instruction the same is computed in float32.
 //
 // Scores go through a tile of keys at a time, and the softmax is corrected as larger ones are met (Milakov and
 // Gimelshein, 2018, https://arxiv.org/abs/1805.02867; Dao et al., FlashAttention, 2022, https://arxiv.org/abs/2205.14135).
@@ -9,6 +10,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #include "convert.hpp"
 #include "kernel.h"
@@ -21,7 +26,7 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));  // whose sums may wrap around
 
 constexpr int WIDE = 2 * LANES;     // columns of a register tile
-constexpr int BLOCK = 32 * ROWS;    // query rows of a task, which share the packed keys and values
+constexpr int BLOCK = 384;    // query rows of a task, which share the packed keys and values
 constexpr int TILE = 128;           // keys packed at once
 constexpr int SPLIT = 512;          // keys of a task where queries are few: fixed, so that threads do not change the sums
 constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few
@@ -34,31 +39,61 @@ inline void store(float *p, vec x) { std::memcpy(p, &x, sizeof x); }
 inline vec all(float x) { return x - vec{}; }  // x - 0 is x and costs nothing; x + 0 is not, for -0
 inline int64_t padded(int64_t n) { return (n + WIDE - 1) / WIDE * WIDE; }
 inline int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
-inline float largest(vec x) { float y = x[0]; for (int i = 1; i < LANES; ++i) y = x[i] > y ? x[i] : y; return y; }
-inline float total(vec x) { float y = x[0]; for (int i = 1; i < LANES; ++i) y += x[i]; return y; }
+template <int HALF>
+inline vec turned(vec x) {  // lanes exchanged with those HALF further
+    ints at;
+    for (int i = 0; i < LANES; ++i) at[i] = i ^ HALF;
+    return __builtin_shuffle(x, at);
+}
+template <int HALF = LANES / 2>
+inline float largest(vec x) {
+    const vec y = turned<HALF>(x);
+    x = x > y ? x : y;
+    if constexpr (HALF > 1) return largest<HALF / 2>(x);
+    return x[0];
+}
+template <int HALF = LANES / 2>
+inline float total(vec x) {
+    x += turned<HALF>(x);
+    if constexpr (HALF > 1) return total<HALF / 2>(x);
+    return x[0];
+}
 
 // 2^x for x <= 0, -inf included; below 2^-126 it is 0, and NaN stays NaN.
 inline vec exp2(vec x) {
+    x = all(-127.0f) > x ? all(-127.0f) : x;
     const vec shifted = x + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
     const vec f = x - (shifted - 12582912.0f);
-    vec p = all(1.535336188319500e-4f);
-    p = p * f + 1.339887440266574e-3f;
-    p = p * f + 9.618437357674640e-3f;
-    p = p * f + 5.550332471162809e-2f;
-    p = p * f + 2.402264791363012e-1f;
-    p = p * f + 6.931472028550421e-1f;
+    vec p = all(1.326472731307149e-03f);
+    p = p * f + 9.671512991189957e-03f;
+    p = p * f + 5.550733581185341e-02f;
+    p = p * f + 2.402224242687225e-01f;
+    p = p * f + 6.931470036506653e-01f;
     p = p * f + 1.0f;
-    const bits power = ((bits)shifted << 23) + (bits)p;
-    const ints gone = x <= -126.0f;
-    return (vec)(power & ~(bits)gone);
+    return (vec)(((bits)shifted << 23) + (bits)p);
 }
 
 inline float exp2(float x) { return exp2(all(x))[0]; }
 
 // ---- products of matrices
 
+// sum + x * y; with DUAL every lane holds two bfloat16, whose two products are added.
+template <bool DUAL>
+inline vec multiply(vec sum, const float *x, vec y) {
+    if constexpr (!DUAL) return sum + all(*x) * y;
+    uint32_t pair;
+    std::memcpy(&pair, x, sizeof pair);
+    const bits two = bits{} + pair;
+#if PAIRS && defined(__AVX512BF16__)
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)two, (__m512bh)y);
+#else
+    const bits high = bits{} + 0xffff0000u, other = (bits)y;
+    return sum + (vec)(two << 16) * (vec)(other << 16) + (vec)(two & high) * (vec)(other & high);
+#endif
+}
+
 // c[R][WIDE] = a[R][n] b[n][WIDE], added to what is there if ADD.
-template <int R, bool ADD>
+template <int R, bool ADD, bool DUAL>
 inline void tile(int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
     vec sum[R][2];
 #pragma GCC unroll 16
@@ -66,13 +101,14 @@ inline void tile(int64_t n, const float *a, int64_t a_stride, const float *b, fl
         sum[r][0] = ADD ? load(c + r * c_stride) : vec{};
         sum[r][1] = ADD ? load(c + r * c_stride + LANES) : vec{};
     }
+#pragma GCC unroll 4
     for (int64_t i = 0; i < n; ++i) {
         const vec b0 = load(b + i * WIDE), b1 = load(b + i * WIDE + LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const vec x = all(a[r * a_stride + i]);
-            sum[r][0] += x * b0;
-            sum[r][1] += x * b1;
+            const float *x = a + r * a_stride + i;
+            sum[r][0] = multiply<DUAL>(sum[r][0], x, b0);
+            sum[r][1] = multiply<DUAL>(sum[r][1], x, b1);
         }
     }
 #pragma GCC unroll 16
@@ -82,10 +118,10 @@ inline void tile(int64_t n, const float *a, int64_t a_stride, const float *b, fl
     }
 }
 
-template <bool ADD, int R = ROWS>
+template <bool ADD, bool DUAL, int R = ROWS>
 inline void tile_of(int64_t rows, int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
-    if (rows == R) return tile<R, ADD>(n, a, a_stride, b, c, c_stride);
-    if constexpr (R > 1) tile_of<ADD, R - 1>(rows, n, a, a_stride, b, c, c_stride);
+    if (rows == R) return tile<R, ADD, DUAL>(n, a, a_stride, b, c, c_stride);
+    if constexpr (R > 1) tile_of<ADD, DUAL, R - 1>(rows, n, a, a_stride, b, c, c_stride);
 }
 
 // ---- reading and writing
@@ -105,8 +141,19 @@ void read_row(float *to, const void *from, int64_t at, int64_t n, int32_t dtype,
         for (int64_t i = 0; i < n; ++i) to[i] = from_bfloat16(p[i]) * by;
     } else {
         const uint16_t *p = (const uint16_t *)from + at;
-        for (int64_t i = 0; i < n; ++i) to[i] = from_float16(p[i]) * by;
+        int64_t i = 0;
+#if defined(__F16C__)
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + i))) * by);
+#endif
+        for (; i < n; ++i) to[i] = from_float16(p[i]) * by;
     }
+}
+
+// n bfloat16 as they are, by pairs; the last is filled up with 0.
+inline void copy_pairs(float *to, const void *from, int64_t at, int64_t n) {
+    if (n % 2) std::memset(to + n / 2, 0, sizeof(float));
+    std::memcpy(to, (const uint16_t *)from + at, n * sizeof(uint16_t));
 }
 
 void write_row(void *to, int64_t at, const float *from, int64_t n, int32_t dtype, float by) {
@@ -117,6 +164,32 @@ void write_row(void *to, int64_t at, const float *from, int64_t n, int32_t dtype
         for (int64_t i = 0; i < n; ++i) ((uint16_t *)to)[at + i] = to_bfloat16(by == 0 ? 0 : from[i] * by);
     else
         for (int64_t i = 0; i < n; ++i) ((uint16_t *)to)[at + i] = to_float16(by == 0 ? 0 : from[i] * by);
+}
+
+// Pairs of bfloat16 are 32 bits, whose halves are two float32 after a shift and a mask: the even numbers of WIDE come first
+// in a line, then the odd ones. What meets a line is in this order as well.
+inline void split(float *to, const uint16_t *from, int64_t wide) {
+    for (int64_t i = 0; i < wide; i += WIDE) {
+        bits x;
+        std::memcpy(&x, from + i, sizeof x);
+        store(to + i, (vec)(x << 16));
+        store(to + i + LANES, (vec)(x & 0xffff0000u));
+    }
+}
+inline void apart(float *x, int64_t wide) {
+    for (; wide > 0; wide -= WIDE, x += WIDE) {
+        float odd[LANES];
+        for (int i = 0; i < LANES; ++i) odd[i] = x[2 * i + 1];
+        for (int i = 0; i < LANES; ++i) x[i] = x[2 * i];
+        std::memcpy(x + LANES, odd, sizeof odd);
+    }
+}
+inline void together(float *x, int64_t wide) {
+    for (; wide > 0; wide -= WIDE, x += WIDE) {
+        float all[WIDE];
+        for (int i = 0; i < LANES; ++i) all[2 * i] = x[i], all[2 * i + 1] = x[i + LANES];
+        std::memcpy(x, all, sizeof all);
+    }
 }
 
 inline int64_t query_at(const hw_call *x, int64_t b, int64_t h, int64_t t) {
@@ -194,8 +267,11 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
 
 inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
 
-// What is done to the scaled scores of a row; they leave it times log2 e. Reads and writes up to a whole vector.
-void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
+// What is done to the scaled scores of a row, which are still to be multiplied by scale; they leave it times log2 e.
+// Reads and writes up to a whole vector.
+void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s, float scale) {
+    if (scale != 1)
+        for (int64_t c = 0; c < n; ++c) s[c] *= scale;
     if (x->softcap > 0)
         for (int64_t c = 0; c < n; c += LANES) {  // tanh y = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|)
             const ints y = (ints)(load(s + c) * (1 / x->softcap));
@@ -224,22 +300,26 @@ void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64
 
 struct state { float top, sum; };
 
-// Turns n scores into weights relative to the largest met so far, and returns what to multiply earlier sums by.
-float soften(state &row, float *s, int64_t n) {
-    const int64_t whole = (n + LANES - 1) / LANES * LANES;
-    for (int64_t c = n; c < whole; ++c) s[c] = NONE;
-    vec top = all(NONE);
-    for (int64_t c = 0; c < whole; c += LANES) { const vec y = load(s + c); top = y > top ? y : top; }
-    const float met = largest(top), now = met > row.top ? met : row.top;
+// Turns n scores, times a positive scale, into weights relative to the largest met so far, and returns what to multiply
+// earlier sums by.
+float soften(state &row, float *s, int64_t n, float scale) {
+    const int64_t whole = padded(n);
+    if (n < whole) for (int64_t c = n; c < whole; ++c) s[c] = NONE;
+    vec top[2] = {all(NONE), all(NONE)};
+    for (int64_t c = 0; c < whole; c += WIDE) {
+        const vec y0 = load(s + c), y1 = load(s + c + LANES);
+        top[0] = y0 > top[0] ? y0 : top[0], top[1] = y1 > top[1] ? y1 : top[1];
+    }
+    const float met = largest(top[0] > top[1] ? top[0] : top[1]) * scale, now = met > row.top ? met : row.top;
     const float base = now == NONE ? 0 : now;  // nothing seen yet: 2^(-inf - 0) = 0
-    vec sum = {};
-    for (int64_t c = 0; c < whole; c += LANES) {
-        const vec p = exp2(load(s + c) - base);
-        sum += p;
-        store(s + c, p);
+    vec sum[2] = {{}, {}};
+    for (int64_t c = 0; c < whole; c += WIDE) {
+        const vec p0 = exp2(load(s + c) * scale - base), p1 = exp2(load(s + c + LANES) * scale - base);
+        sum[0] += p0, sum[1] += p1;
+        store(s + c, p0), store(s + c + LANES, p1);
     }
     const float by = row.top == now ? 1 : exp2(row.top - base);
-    row.sum = row.sum * by + total(sum);
+    row.sum = row.sum * by + total(sum[0] + sum[1]);
     row.top = now;
     return by;
 }
@@ -276,18 +356,21 @@ inline void transpose(vec *row) {  // LANES x LANES, by exchanging ever smaller 
     if constexpr (HALF > 1) transpose<HALF / 2>(row);
 }
 
-// Keys at ... at + n by panels of WIDE: to[panel][head_dim][WIDE].
+// Keys at ... at + n by panels of WIDE: to[panel][head_dim][WIDE], or with DUAL half as many pairs of them.
+template <bool DUAL>
 void pack_keys(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *to) {
     float rows[LANES][MOST];
-    const int64_t d = x->head_dim;
+    const int64_t d = DUAL ? (x->head_dim + 1) / 2 : x->head_dim;
     for (int64_t j = 0; j < n; j += LANES) {
         float *panel = to + j / WIDE * d * WIDE + j % WIDE;
         const float *p[LANES];
         for (int64_t c = 0; c < LANES; ++c) {
             // beyond the last key any will do: what comes of it is not read
             const int64_t from = key_at(x, b, kv, at + (j + c < n ? j + c : j));
-            p[c] = (const float *)x->key + from;
-            if (x->dtype != HW_FLOAT32) read_row(rows[c], x->key, from, d, x->dtype), p[c] = rows[c];
+            p[c] = rows[c];
+            if (DUAL) copy_pairs(rows[c], x->key, from, x->head_dim);
+            else if (x->dtype == HW_FLOAT32) p[c] = (const float *)x->key + from;
+            else read_row(rows[c], x->key, from, d, x->dtype);
         }
         int64_t i = 0;
         for (; i + LANES <= d; i += LANES) {
@@ -299,7 +382,7 @@ void pack_keys(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, f
             for (int c = 0; c < LANES; ++c) store(panel + (i + c) * WIDE, row[c]);
         }
         for (; i < d; ++i)
-            for (int c = 0; c < LANES; ++c) panel[i * WIDE + c] = p[c][i];
+            for (int c = 0; c < LANES; ++c) std::memcpy(panel + i * WIDE + c, p[c] + i, sizeof(float));
     }
 }
 
@@ -323,6 +406,42 @@ void pack_values(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n,
     }
 }
 
+// Values in bfloat16 by pairs of keys: to[panel][n / 2][WIDE], in a panel the even features before the odd ones.
+void pack_value_pairs(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, const uint8_t *seen, float *to) {
+    uint16_t rows[2][MOST + WIDE];
+    const int64_t v = x->v_head_dim, wide = padded(v), pairs = (n + 1) / 2;
+    for (int64_t c = 0; c < pairs; ++c) {
+        const uint16_t *p[2];
+        for (int64_t i = 0; i < 2; ++i) {
+            const bool shown = 2 * c + i < n && (!seen || seen[2 * c + i]);
+            p[i] = (const uint16_t *)x->value + value_at(x, b, kv, at + (2 * c + i < n ? 2 * c + i : 0));
+            if (shown && v == wide) continue;
+            std::memset(rows[i], 0, wide * sizeof(uint16_t));
+            if (shown) std::memcpy(rows[i], p[i], v * sizeof(uint16_t));
+            p[i] = rows[i];
+        }
+        for (int64_t j = 0; j < wide; j += WIDE) {
+            bits first, second;
+            std::memcpy(&first, p[0] + j, sizeof first);
+            std::memcpy(&second, p[1] + j, sizeof second);
+            store(to + j * pairs + c * WIDE, (vec)((first & 0xffffu) | second << 16));
+            store(to + j * pairs + c * WIDE + LANES, (vec)(first >> 16 | (second & 0xffff0000u)));
+        }
+    }
+}
+
+// The weights of a row as bfloat16, in the first half of where they were.
+inline void narrow(float *s, int64_t n) {
+#if PAIRS && defined(__AVX512BF16__)
+    for (int64_t c = 0; c < n; c += WIDE) store(s + c / 2, (vec)_mm512_cvtne2ps_pbh((__m512)load(s + c + LANES), (__m512)load(s + c)));
+#else
+    for (int64_t c = 0; c < padded(n); c += 2) {
+        const uint16_t pair[2] = {to_bfloat16(s[c]), to_bfloat16(s[c + 1])};
+        std::memcpy(s + c / 2, pair, sizeof pair);
+    }
+#endif
+}
+
 struct scratch {
     float *query, *keys, *values, *scores, *out;
     state row[BLOCK];
@@ -338,12 +457,17 @@ void lay_out(scratch &y, float *memory, const hw_call *x) {
     y.scores = y.values + TILE * padded(x->v_head_dim), y.out = y.scores + BLOCK * TILE;
 }
 
+template <bool DUAL>
 void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, scratch &y) {
-    const int64_t kv = h / (x->heads / x->kv_heads), d = x->head_dim, wide = padded(x->v_head_dim);
-    const bool modified = modifies(x), simple = plain(x);
+    const int64_t kv = h / (x->heads / x->kv_heads), d = DUAL ? (x->head_dim + 1) / 2 : x->head_dim, wide = padded(x->v_head_dim);
+    const bool modified = modifies(x) || (DUAL && x->scale <= 0), simple = plain(x);
+    // pairs are multiplied as they came, and the scale follows
+    const float scale = modified ? x->scale : x->scale * LOG2E, later = DUAL ? scale : 1;
     int64_t low = x->slots, high = 0;
     for (int64_t r = 0; r < rows; ++r) {
-        read_row(y.query + r * d, x->query, query_at(x, b, h, first + r), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
+        const int64_t from = query_at(x, b, h, first + r);
+        if (DUAL) copy_pairs(y.query + r * d, x->query, from, x->head_dim);
+        else read_row(y.query + r * d, x->query, from, d, x->dtype, scale);
         y.row[r] = {NONE, 0};
         const range sees = y.sees[r] = reach(x, b, h, first + r);
         if (sees.stop > sees.start) low = sees.start < low ? sees.start : low, high = sees.stop > high ? sees.stop : high;
@@ -370,45 +494,86 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
             every &= open[g] && start == 0 && stop == n;
         }
         if (!any) continue;
-        pack_keys(x, b, kv, at, n, y.keys);
+        pack_keys<DUAL>(x, b, kv, at, n, y.keys);
         if (!every) std::memset(seen, 0, n);
         for (int64_t g = 0; g * ROWS < rows; ++g) {
             if (to[g] <= from[g]) continue;
             const int64_t r0 = g * ROWS, count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float *s = y.scores + r0 * TILE;
             for (int64_t j = from[g]; j < to[g]; j += WIDE)
-                tile_of<false>(count, d, y.query + r0 * d, d, y.keys + j * d, s + j, TILE);
+                tile_of<false, DUAL>(count, d, y.query + r0 * d, d, y.keys + j * d, s + j, TILE);
             for (int64_t r = r0; r < r0 + count; ++r) {
                 float *row = y.scores + r * TILE + from[g];
                 const int64_t wanted = to[g] - from[g];
-                if (modified) modify(x, b, h, first + r, at + from[g], wanted, row);
+                if (modified) modify(x, b, h, first + r, at + from[g], wanted, row, later);
                 if (!open[g]) hide(x, b, h, first + r, y.sees[r], at + from[g], wanted, row, seen + from[g]);
-                const float by = soften(y.row[r], row, wanted);
+                const float by = soften(y.row[r], row, wanted, modified ? 1 : later);
+                if (DUAL) narrow(row, wanted);
                 if (by != 1)
                     for (int64_t i = 0; i < wide; i += LANES) store(y.out + r * wide + i, load(y.out + r * wide + i) * by);
             }
             if (open[g] && !every) std::memset(seen + from[g], 1, to[g] - from[g]);
         }
-        pack_values(x, b, kv, at, n, every ? nullptr : seen, y.values);
+        if (DUAL) pack_value_pairs(x, b, kv, at, n, every ? nullptr : seen, y.values);
+        else pack_values(x, b, kv, at, n, every ? nullptr : seen, y.values);
+        const int64_t deep = DUAL ? (n + 1) / 2 : n, each = DUAL ? 2 : 1;
         for (int64_t g = 0; g * ROWS < rows; ++g) {
             if (to[g] <= from[g]) continue;
             const int64_t r0 = g * ROWS, count = rows - r0 < ROWS ? rows - r0 : ROWS;
             for (int64_t j = 0; j < wide; j += WIDE)
-                tile_of<true>(count, to[g] - from[g], y.scores + r0 * TILE + from[g], TILE, y.values + j * n + from[g] * WIDE,
-                              y.out + r0 * wide + j, wide);
+                tile_of<true, DUAL>(count, (to[g] - from[g] + each - 1) / each, y.scores + r0 * TILE + from[g], TILE,
+                                    y.values + j * deep + from[g] / each * WIDE, y.out + r0 * wide + j, wide);
         }
     }
-    for (int64_t r = 0; r < rows; ++r) finish(x, b, h, first + r, y.row[r], y.out + r * wide);
+    for (int64_t r = 0; r < rows; ++r) {
+        if (DUAL) together(y.out + r * wide, wide);
+        finish(x, b, h, first + r, y.row[r], y.out + r * wide);
+    }
 }
 
 // ---- few queries: keys and values are read where they lie, by all heads of a group at once
 
+// Rows at ... at + LANES of keys or values as float32, n long and zero up to wide: where they lie, or copied to lines.
+// What is not shown is zero, for 0 times NaN is NaN; there are no rows beyond count.
+inline void lines_of(const float **p, float *lines, const void *from, const int64_t *at, const bool *shown, int64_t n, int64_t wide, int32_t dtype) {
+    const int64_t size = dtype == HW_FLOAT32 ? 4 : 2, next = (at[1] - at[0]) * LANES;
+    for (int c = 0; c < LANES; ++c)  // what comes next: memory is slower than the sums
+        for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)from + (at[c] + next) * size + i);
+    for (int c = 0; c < LANES; ++c) {
+        p[c] = (const float *)from + at[c];
+        if (shown[c] && dtype == HW_FLOAT32 && n == wide) continue;
+        float *line = lines + c * MOST;
+        p[c] = line;
+        if (shown[c] && dtype == HW_BFLOAT16 && n == wide) {
+            split(line, (const uint16_t *)from + at[c], n);
+            continue;
+        }
+        if (shown[c]) read_row(line, from, at[c], n, dtype);
+        for (int64_t i = shown[c] ? n : 0; i < wide; ++i) line[i] = 0;
+        if (dtype == HW_BFLOAT16) apart(line, wide);
+    }
+}
+
+// Adds neighbours until one vector is left, whose lanes are the totals of LANES vectors.
+template <int HALF = LANES / 2>
+inline vec totals(vec *x) {
+    ints low, high;
+    for (int i = 0; i < LANES; ++i) {
+        low[i] = i & HALF ? LANES + i - HALF : i;
+        high[i] = i & HALF ? LANES + i : i + HALF;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < HALF; ++i)
+        x[i] = __builtin_shuffle(x[i], x[i + HALF], low) + __builtin_shuffle(x[i], x[i + HALF], high);
+    if constexpr (HALF > 1) return totals<HALF / 2>(x);
+    return x[0];
+}
 
 void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *memory, float *scores) {
     const int64_t group = x->heads / x->kv_heads, rows = group * x->rows, d = x->head_dim, v = x->v_head_dim;
     const int64_t deep = padded(d), wide = padded(v), each = wide + LANES;
     const bool modified = modifies(x), simple = plain(x);
-    float query[FEW][MOST], line[4][MOST];
+    alignas(64) float query[FEW][MOST], lines[LANES * MOST];
     range sees[FEW];
     int64_t low = n, high = 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -423,20 +588,24 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
     for (int64_t r = 0; r < rows; ++r) {
         read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
         for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
+        if (x->dtype == HW_BFLOAT16) apart(query[r], deep);
     }
-    const bool direct = x->dtype == HW_FLOAT32;
-    for (int64_t i = d; i < deep; ++i) line[0][i] = 0;
-    for (int64_t c = 0; c < n; ++c) {
-        const int64_t from = key_at(x, b, kv, at + c);
-        const float *k = (const float *)x->key + from;
-        if (!direct || d != deep) read_row(line[0], x->key, from, d, x->dtype), k = line[0];
+    const float *p[LANES];
+    int64_t where[LANES];
+    bool shown[LANES];
+    for (int64_t c = 0; c < n; c += LANES) {
+        for (int64_t i = 0; i < LANES; ++i) shown[i] = c + i < n, where[i] = key_at(x, b, kv, at + (shown[i] ? c + i : c));
+        lines_of(p, lines, x->key, where, shown, d, deep, x->dtype);
         for (int64_t r = 0; r < rows; ++r) {
-            vec a0 = {}, a1 = {};
-            for (int64_t i = 0; i < deep; i += WIDE) {
-                a0 += load(query[r] + i) * load(k + i);
-                a1 += load(query[r] + i + LANES) * load(k + i + LANES);
+            vec sum[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; ++k) sum[k] = load(query[r]) * load(p[k]);
+            for (int64_t i = LANES; i < deep; i += LANES) {
+                const vec y = load(query[r] + i);
+#pragma GCC unroll 16
+                for (int k = 0; k < LANES; ++k) sum[k] += y * load(p[k] + i);
             }
-            scores[r * SPLIT + c] = total(a0 + a1);
+            store(scores + r * SPLIT + c, totals(sum));
         }
     }
     uint8_t seen[SPLIT];
@@ -445,30 +614,31 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
     std::memset(seen, every, n);
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t h = kv * group + r / x->rows, t = r % x->rows;
-        if (modified) modify(x, b, h, t, at, n, scores + r * SPLIT);
+        if (modified) modify(x, b, h, t, at, n, scores + r * SPLIT, 1);
         if (!every) hide(x, b, h, t, sees[r], at, n, scores + r * SPLIT, seen);
         state row = {NONE, 0};
-        soften(row, scores + r * SPLIT, n);
+        soften(row, scores + r * SPLIT, n, 1);
         memory[r * each] = row.top, memory[r * each + 1] = row.sum;
     }
-    for (int64_t c = 0; c < n; c += 4) {
-        const float *p[4];
-        float w[4];
-        for (int64_t i = 0; i < 4; ++i) {
-            const bool there = c + i < n && seen[c + i < n ? c + i : 0];
-            const int64_t from = value_at(x, b, kv, at + (c + i < n ? c + i : c));
-            p[i] = (const float *)x->value + from;
-            if (!there || !direct || v != wide) {
-                if (there) read_row(line[i], x->value, from, v, x->dtype);
-                for (int64_t j = there ? v : 0; j < wide; ++j) line[i][j] = 0;
-                p[i] = line[i];
-            }
+    for (int64_t c = 0; c < n; c += LANES) {
+        bool any = false;
+        for (int64_t i = 0; i < LANES; ++i) {
+            shown[i] = c + i < n && seen[c + i < n ? c + i : 0], any |= shown[i];
+            where[i] = value_at(x, b, kv, at + (c + i < n ? c + i : c));
         }
+        if (!any) continue;
+        lines_of(p, lines, x->value, where, shown, v, wide, x->dtype);
         for (int64_t r = 0; r < rows; ++r) {
-            for (int64_t i = 0; i < 4; ++i) w[i] = c + i < n ? scores[r * SPLIT + c + i] : 0;
             float *o = memory + r * each + LANES;
-            for (int64_t j = 0; j < wide; j += LANES)
-                store(o + j, load(o + j) + load(p[0] + j) * w[0] + load(p[1] + j) * w[1] + load(p[2] + j) * w[2] + load(p[3] + j) * w[3]);
+            vec w[LANES];
+#pragma GCC unroll 16
+            for (int k = 0; k < LANES; ++k) w[k] = all(scores[r * SPLIT + c + k]);  // 0 beyond the last, by soften
+            for (int64_t j = 0; j < wide; j += LANES) {
+                vec sum = load(o + j);
+#pragma GCC unroll 16
+                for (int k = 0; k < LANES; ++k) sum += w[k] * load(p[k] + j);
+                store(o + j, sum);
+            }
         }
     }
 }
@@ -485,6 +655,7 @@ void join(const hw_call *x, int64_t b, int64_t kv, int64_t splits, float *memory
             for (int64_t j = 0; j < wide; ++j) sum[j] = sum[j] * ours + next[LANES + j] * theirs;
             row = {top, row.sum * ours + next[1] * theirs};
         }
+        if (x->dtype == HW_BFLOAT16) together(sum, wide);
         finish(x, b, kv * group + r / x->rows, r % x->rows, row, sum);
     }
 }
@@ -527,6 +698,7 @@ int few(const hw_call *x) {
     return HW_OK;
 }
 
+template <bool DUAL>
 int many(const hw_call *x) {
     const int64_t blocks = (x->rows + BLOCK - 1) / BLOCK, pairs = x->batch * x->heads;
     int status = HW_OK;
@@ -544,7 +716,7 @@ int many(const hw_call *x) {
             // the last blocks first, which are the longest under a causal mask
             const int64_t n = blocks - 1 - i / pairs, bh = i % pairs, first = n * BLOCK;
             const int64_t rows = x->rows - first < BLOCK ? x->rows - first : BLOCK;
-            if (memory) block(x, bh / x->heads, bh % x->heads, first, rows, y);
+            if (memory) block<DUAL>(x, bh / x->heads, bh % x->heads, first, rows, y);
         }
         if (memory) give(memory);
     }
@@ -553,7 +725,11 @@ int many(const hw_call *x) {
 
 int forward(const hw_call *x) {
     if (!x->batch || !x->heads || !x->rows || !x->v_head_dim) return HW_OK;
-    return x->heads / x->kv_heads * x->rows <= FEW ? few(x) : many(x);
+    if (x->heads / x->kv_heads * x->rows <= FEW) return few(x);
+#if PAIRS
+    if (x->dtype == HW_BFLOAT16) return many<true>(x);
+#endif
+    return many<false>(x);
 }
 
 }  // namespace ISA

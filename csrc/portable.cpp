@@ -2,4 +2,5 @@
 #define ISA portable
 #define LANES 4
 #define ROWS 4
+#define PAIRS 0
 #include "forward.hpp"
