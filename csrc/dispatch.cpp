@@ -49,7 +49,7 @@ const char *hw_instructions(void) {
 
 int hw_forward(const hw_call *call, const char *isa) {
     for (hw::entry *e = hw::entries(); e->name; ++e)
-        if (e->there && (!isa || !std::strcmp(isa, e->name))) return e->run(call);
+        if (e->there && (!isa[0] || !std::strcmp(isa, e->name))) return e->run(call);
     return HW_NO_SUCH_ISA;
 }
 

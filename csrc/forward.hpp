@@ -29,7 +29,7 @@ constexpr int WIDE = 2 * LANES;     // columns of a register tile
 constexpr int BLOCK = 384;    // query rows of a task, which share the packed keys and values
 constexpr int TILE = 128;           // keys packed at once
 constexpr int SPLIT = 512;          // keys of a task where queries are few: fixed, so that threads do not change the sums
-constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few
+constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few, if keys are not
 constexpr int MOST = 256;           // largest head size
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -225,6 +225,11 @@ range reach(const hw_call *x, int64_t b, int64_t h, int64_t t) {
                 stop = run[2 * i + 1] > stop ? run[2 * i + 1] : stop;
             }
     } else {
+        const int64_t *bound = x->bounds;
+        if (bound[0] > start) start = bound[0];
+        if (bound[1] < stop) stop = bound[1];
+        if (t + bound[2] > start) start = t + bound[2];
+        if (t + bound[3] < stop) stop = t + bound[3];
         if (x->first && x->first[b] > start) start = x->first[b];
         if (x->left && t + x->left[b] > start) start = t + x->left[b];
         if (x->last && x->last[b] < stop) stop = x->last[b];
@@ -725,7 +730,7 @@ int many(const hw_call *x) {
 
 int forward(const hw_call *x) {
     if (!x->batch || !x->heads || !x->rows || !x->v_head_dim) return HW_OK;
-    if (x->heads / x->kv_heads * x->rows <= FEW) return few(x);
+    if (x->heads / x->kv_heads * x->rows <= FEW && x->slots >= 4 * FEW) return few(x);
 #if PAIRS
     if (x->dtype == HW_BFLOAT16) return many<true>(x);
 #endif

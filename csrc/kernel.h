@@ -18,7 +18,9 @@ typedef struct {
     float *lse;                                   /* B H T, contiguous; NULL where it is not wanted */
     int64_t batch, heads, kv_heads, rows, slots, head_dim, v_head_dim;
     int64_t query_stride[3], key_stride[3], value_stride[3], out_stride[3];
-    /* row t of batch row b sees max(first, t + left) <= s < min(last, t + right); one number for each b, NULL for none */
+    /* row t of batch row b sees max(first, t + left) <= s < min(last, t + right): these four numbers, and where there
+       is a pointer also its number for each b */
+    int64_t bounds[4];
     const int32_t *first, *last, *left, *right;
     /* or start and stop of each of run_count runs, contiguous; strides of B, H and T; NULL for none */
     const int32_t *runs;
@@ -50,7 +52,7 @@ extern "C" {
 
 /* Instruction sets of this build that this processor has, best first, as text: "avx2 portable". */
 HW_PUBLIC const char *hw_instructions(void);
-/* Attention, forward; isa is one of those words, NULL for the best. */
+/* Attention, forward; isa is one of those words, "" for the best. */
 HW_PUBLIC int hw_forward(const hw_call *call, const char *isa);
 /* The size of hw_call, for the caller to compare with its own. */
 HW_PUBLIC int64_t hw_call_size(void);

@@ -38,6 +38,7 @@ from headwise import (
 )
 from headwise.backends import choose
 from headwise.backends.base import Backend
+from headwise.backends.native import instruction_sets, why_missing
 from headwise.caches import KVCache
 from headwise.explain import amount, details, explain
 from headwise.lint import called, lint_mask, look_at
@@ -201,10 +202,26 @@ def test_the_kernel_is_the_one_that_torch_calls():
         (Window(3), f"a mask tensor of {T * T} entries"),
     ):
         found = explain(query, query, query, mask=mask, backend="sdpa")
-        assert told in found.choices[0].why, mask
-        assert f"{T} query rows on {T} keys" in found.choices[0].why
+        why = next(choice.why for choice in found.choices if choice.backend == "sdpa")
+        assert told in why, mask
+        assert f"{T} query rows on {T} keys" in why
     sliced = explain(query, query, query, mask=Prefix(3), backend="sdpa")
-    assert f"{T} query rows on 3 keys, is_causal=False, no mask tensor" in sliced.choices[0].why
+    why = next(choice.why for choice in sliced.choices if choice.backend == "sdpa")
+    assert f"{T} query rows on 3 keys, is_causal=False, no mask tensor" in why
+
+
+@pytest.mark.skipif(why_missing() is not None, reason=f"no kernel here: {why_missing()}")
+def test_the_call_of_the_own_kernel_is_told():
+    query = randn(B, 5, T, D)
+    isa = f"the kernel is called with {instruction_sets()[0]} instructions, "
+    for mask, told in (
+        (Causal(), "the keys of a query as one run, by numbers"),
+        (Causal() | Prefix(3), "the keys of a query as up to 2 runs"),
+        (Dense(torch.ones(T, T, dtype=torch.bool)), f"a mask tensor of {T * T} entries"),
+    ):
+        found = explain(query, query, query, mask=mask)
+        assert found.backend == "native"
+        assert isa + told in found.choices[0].why, found.choices[0].why
 
 
 def test_what_the_reference_holds_depends_on_gradients():
@@ -298,7 +315,7 @@ def test_it_prints_and_becomes_json():
     told = json.loads(json.dumps(found.to_dict()))
     assert told["flops"] == found.flops
     assert told["steps"][0]["shape_out"] == [B, T, H * D]
-    assert [c["backend"] for c in told["choices"]] == ["sdpa", "reference"]
+    assert [c["backend"] for c in told["choices"]] == ["native", "sdpa", "reference"]
 
 
 def test_no_line_of_the_details_is_cut_off_at_80_columns():

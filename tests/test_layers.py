@@ -27,6 +27,7 @@ WITHIN = {
     ("backends.native", "backends.base"),
     ("backends.sdpa", "backends.base"),
     ("backends", "backends.base"),
+    ("backends", "backends.native"),
     ("backends", "backends.reference"),
     ("backends", "backends.sdpa"),
     ("checks", "backends"),

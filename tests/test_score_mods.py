@@ -172,11 +172,12 @@ def test_a_bias_given_as_a_tensor_with_a_graph_passes_its_gradient():
     table = leaf(randn(13, seed=35), torch.float64)
     distance = torch.arange(7)[:, None] - torch.arange(7)[None, :] + 6
     call = SHAPES["square"]
-    for backend in BACKEND_NAMES:
+    names = [name for name in BACKEND_NAMES if name != "native"]  # it has no float64
+    for backend in names:
         query, key, value = (t[..., :7, :] for t in call.tensors(torch.float64))
         out = attention(query, key, value, score_mods=[Bias(table[distance])], backend=backend)
         (grad,) = torch.autograd.grad(out.square().sum(), table)
-        if backend == BACKEND_NAMES[0]:
+        if backend == names[0]:
             first = grad
     assert_as_good_as(grad, first, terms=49, inner=1.0)
     assert first.abs().min() > 0

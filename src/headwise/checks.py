@@ -70,30 +70,28 @@ def check_dropout(dropout_p: Any) -> float:
 
 def check_tensors(query: Any, key: Any, value: Any) -> None:
     """Refuse queries, keys and values whose sizes or devices do not fit together."""
-    named = {"query": query, "key": key, "value": value}
-    for name, tensor in named.items():
+    for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
         check_tensor(tensor, name)
         if tensor.dim() != 4:
             raise ShapeError(
                 f"{name} has {tensor.dim()} dimensions, not 4: (batch, heads, tokens, head size). Use unflatten and "
                 "transpose to split heads, or MultiHeadAttention, which does."
             )
-    sizes = {name: tuple(t.shape) for name, t in named.items()}
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        batches = ", ".join(f"{name} {s[0]}" for name, s in sizes.items())
+    (batch, heads, _, size), (key_batch, key_heads, keys, key_size) = query.shape, key.shape
+    value_batch, value_heads, values, _ = value.shape
+    if not batch == key_batch == value_batch:
+        batches = f"query {batch}, key {key_batch}, value {value_batch}"
         raise ShapeError(f"The batch sizes differ: {batches}. Expand the smaller ones if that is what you mean.")
-    if key.shape[1] != value.shape[1]:
-        raise ShapeError(f"{key.shape[1]} key heads and {value.shape[1]} value heads differ; give as many of each.")
-    if query.shape[1] and (key.shape[1] == 0 or query.shape[1] % key.shape[1]):
-        raise ShapeError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads evenly.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ShapeError(
-            f"Queries of size {query.shape[-1]} cannot meet keys of size {key.shape[-1]}; make them equal."
-        )
-    if key.shape[-2] != value.shape[-2]:
-        raise ShapeError(f"{key.shape[-2]} keys and {value.shape[-2]} values differ; each key needs one value.")
-    for name in ("key", "value"):
-        same_device(named[name], query, name)
+    if key_heads != value_heads:
+        raise ShapeError(f"{key_heads} key heads and {value_heads} value heads differ; give as many of each.")
+    if heads and (key_heads == 0 or heads % key_heads):
+        raise ShapeError(f"{heads} query heads cannot share {key_heads} key heads evenly.")
+    if size != key_size:
+        raise ShapeError(f"Queries of size {size} cannot meet keys of size {key_size}; make them equal.")
+    if keys != values:
+        raise ShapeError(f"{keys} keys and {values} values differ; each key needs one value.")
+    same_device(key, query, "key")
+    same_device(value, query, "value")
 
 
 def check_tensor(tensor: Any, name: str) -> None:
@@ -387,6 +385,8 @@ def place(
 def stand(query: Tensor, slots: int, queries: Any, keys: Any) -> tuple[Positions, Positions]:
     """Positions of queries and keys: keys stand from 0 and the last query with the last key, unless given."""
     rows = query.shape[-2]
+    if queries is None and keys is None:
+        return Positions(rows, slots - rows), Positions(slots)
     keys = as_positions(keys, Positions(slots), query, "key")
     if queries is None and keys.positions is not None:
         if not keys.is_run or rows > slots:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.attention import MultiHeadAttention
 from headwise.backends import BACKENDS, named
+from headwise.backends.native import OPERATOR, instruction_sets
 from headwise.backends.base import Backend, Inputs
 from headwise.backends.reference import blocks
 from headwise.errors import ShapeError, UnsupportedError
@@ -438,9 +439,11 @@ class _Watched(Backend):
         return self.out, lse
 
     def kernel(self) -> str:
-        """Which fused kernels torch has really called, and how."""
+        """Which fused kernels have really been called, and how."""
         texts: dict[tuple[str, str], int] = {}
         for name, args in self.calls:
+            if name == "native":
+                return f"; {_native(args)}"
             mask = args.get("attn_mask") if args.get("attn_mask") is not None else args.get("attn_bias")
             dense = "no mask tensor" if mask is None else f"a mask tensor of {mask.numel():,} entries"
             shapes = f"{args['query'].shape[-2]:,} query rows on {args['key'].shape[-2]:,} keys"
@@ -452,8 +455,19 @@ class _Watched(Backend):
         return "".join(call + many[call, text] + text for call, text in texts)
 
 
+def _native(args: dict[str, Any]) -> str:
+    """How the kernel of headwise was called."""
+    if args["mask"] is not None:
+        how = f"a mask tensor of {args['mask'].numel():,} entries"
+    elif args["runs"] is not None:
+        how = f"the keys of a query as up to {args['runs'].shape[-2]} runs"
+    else:
+        how = "the keys of a query as one run, by numbers"
+    return f"the kernel is called with {args['instructions'] or instruction_sets()[0]} instructions, {how}"
+
+
 class _Kernels(TorchDispatchMode):
-    """Remembers the attention kernels that torch calls."""
+    """Remembers the attention kernels that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +475,7 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if "dot_product" in func.__name__:
+        if "dot_product" in func.__name__ or func is OPERATOR:
             names = [a.name for a in func._schema.arguments]
             bound = dict(zip(names, args, strict=False)) | kwargs
             self.calls.append((func.__name__.split(".")[0].removeprefix("_"), bound))

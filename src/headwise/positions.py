@@ -15,6 +15,7 @@ from torch import Tensor
 from headwise.errors import ShapeError
 
 Number = int | Int[Tensor, " B"]
+LIMIT = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,10 @@ class Positions:
     positions: Int[Tensor, "#B L"] | Int[Tensor, "A #B L"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        plain = type(self.count) is type(self.start) is type(self.offset) is int
+        if plain and not torch.compiler.is_exporting() and 0 <= self.count < LIMIT and -LIMIT < self.start < LIMIT and -LIMIT < self.offset < LIMIT:
+            if isinstance(self.ring, int) and self.ring == 0 and self.filled is self.indices is self.positions is None:
+                return  # nearly every call comes through here
         if integer(self.count, "The number of tokens") < 0:
             raise ShapeError(f"A run of {self.count} tokens does not exist; give 0 or more.")
         _number(self.start, "The start of a run of tokens")
@@ -157,7 +162,7 @@ def integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ShapeError(f"{what} is {value!r:.40}; give a whole number.")
     # an exported file would keep the question as a condition on its sizes
-    if isinstance(value, int) and not torch.compiler.is_exporting() and abs(value) >= 2**31:
+    if isinstance(value, int) and not torch.compiler.is_exporting() and abs(value) >= LIMIT:
         raise ShapeError(f"{what} needs {value.bit_length()} bits; give a whole number that fits 31.")
     return value  # type: ignore[return-value]
 

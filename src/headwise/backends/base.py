@@ -172,6 +172,9 @@ class Backend(ABC):
     """
 
     name: str
+    # Whether a file of torch.export that holds its work runs where headwise is not installed; if not, it is taken for
+    # such a file only where it is asked for by name.
+    exports: bool = True
 
     @abstractmethod
     def why_not(self, x: Inputs) -> str | None:
