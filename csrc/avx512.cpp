@@ -4,3 +4,4 @@
 #define ROWS 12
 #define PAIRS 0
 #include "forward.hpp"
+#include "backward.hpp"

@@ -5,15 +5,20 @@
 #include "kernel.h"
 
 namespace hw {
-namespace portable { int forward(const hw_call *); }
-namespace pairs { int forward(const hw_call *); }
+namespace portable { int forward(const hw_call *); int backward(const hw_call *, const hw_gradients *); }
+namespace pairs { int forward(const hw_call *); int backward(const hw_call *, const hw_gradients *); }
 #if defined(HW_X86)
-namespace avx2 { int forward(const hw_call *); }
-namespace avx512 { int forward(const hw_call *); }
-namespace avx512_bf16 { int forward(const hw_call *); }
+namespace avx2 { int forward(const hw_call *); int backward(const hw_call *, const hw_gradients *); }
+namespace avx512 { int forward(const hw_call *); int backward(const hw_call *, const hw_gradients *); }
+namespace avx512_bf16 { int forward(const hw_call *); int backward(const hw_call *, const hw_gradients *); }
 #endif
 
-struct entry { const char *name; int (*run)(const hw_call *); bool there; };
+struct entry {
+    const char *name;
+    int (*forward)(const hw_call *);
+    int (*backward)(const hw_call *, const hw_gradients *);
+    bool there;
+};
 
 static entry *entries() {
 #if defined(HW_X86)
@@ -22,13 +27,13 @@ static entry *entries() {
 #endif
     static entry all[] = {
 #if defined(HW_X86)
-        {"avx512_bf16", avx512_bf16::forward, wide && __builtin_cpu_supports("avx512bf16")},
-        {"avx512", avx512::forward, wide},
-        {"avx2", avx2::forward, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+        {"avx512_bf16", avx512_bf16::forward, avx512_bf16::backward, wide && __builtin_cpu_supports("avx512bf16")},
+        {"avx512", avx512::forward, avx512::backward, wide},
+        {"avx2", avx2::forward, avx2::backward, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
-        {"portable", portable::forward, true},
-        {"pairs", pairs::forward, true},
-        {nullptr, nullptr, false},
+        {"portable", portable::forward, portable::backward, true},
+        {"pairs", pairs::forward, pairs::backward, true},
+        {nullptr, nullptr, nullptr, false},
     };
     return all;
 }
@@ -49,11 +54,17 @@ const char *hw_instructions(void) {
 
 int hw_forward(const hw_call *call, const char *isa) {
     for (hw::entry *e = hw::entries(); e->name; ++e)
-        if (e->there && (!isa[0] || !std::strcmp(isa, e->name))) return e->run(call);
+        if (e->there && (!isa[0] || !std::strcmp(isa, e->name))) return e->forward(call);
     return HW_NO_SUCH_ISA;
 }
 
-int64_t hw_call_size(void) { return sizeof(hw_call); }
+int hw_backward(const hw_call *call, const hw_gradients *gradients, const char *isa) {
+    for (hw::entry *e = hw::entries(); e->name; ++e)
+        if (e->there && (!isa[0] || !std::strcmp(isa, e->name))) return e->backward(call, gradients);
+    return HW_NO_SUCH_ISA;
+}
+
+int64_t hw_size(void) { return sizeof(hw_call) + sizeof(hw_gradients); }
 
 int hw_threaded(void) {
 #if defined(_OPENMP)

@@ -272,18 +272,18 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
 
 inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
 
-// What is done to the scaled scores of a row, which are still to be multiplied by scale; they leave it times log2 e.
-// Reads and writes up to a whole vector.
-void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s, float scale) {
-    if (scale != 1)
-        for (int64_t c = 0; c < n; ++c) s[c] *= scale;
-    if (x->softcap > 0)
-        for (int64_t c = 0; c < n; c += LANES) {  // tanh y = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|)
-            const ints y = (ints)(load(s + c) * (1 / x->softcap));
-            const ints sign = y & std::numeric_limits<int32_t>::min();
-            const vec e = exp2((vec)(y ^ sign) * (-2 * LOG2E));
-            store(s + c, (vec)((ints)((1.0f - e) / (1.0f + e)) ^ sign) * x->softcap);
-        }
+// The cap of n scaled scores. Reads and writes up to a whole vector.
+void softcap(const hw_call *x, int64_t n, float *s) {
+    for (int64_t c = 0; c < n; c += LANES) {  // tanh y = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|)
+        const ints y = (ints)(load(s + c) * (1 / x->softcap));
+        const ints sign = y & std::numeric_limits<int32_t>::min();
+        const vec e = exp2((vec)(y ^ sign) * (-2 * LOG2E));
+        store(s + c, (vec)((ints)((1.0f - e) / (1.0f + e)) ^ sign) * x->softcap);
+    }
+}
+
+// What is added to the scores of a row after the cap; they leave it times log2 e.
+void shift(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
     const int64_t away = at + x->distance - t;
     if (x->slopes) {
         const float slope = x->slopes[h];
@@ -299,6 +299,14 @@ void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64
         for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
     }
     for (int64_t c = 0; c < n; ++c) s[c] *= LOG2E;
+}
+
+// What is done to the scaled scores of a row, which are still to be multiplied by scale; they leave it times log2 e.
+void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s, float scale) {
+    if (scale != 1)
+        for (int64_t c = 0; c < n; ++c) s[c] *= scale;
+    if (x->softcap > 0) softcap(x, n, s);
+    shift(x, b, h, t, at, n, s);
 }
 
 // ---- the softmax of a row, which goes on from tile to tile
@@ -361,21 +369,21 @@ inline void transpose(vec *row) {  // LANES x LANES, by exchanging ever smaller 
     if constexpr (HALF > 1) transpose<HALF / 2>(row);
 }
 
-// Keys at ... at + n by panels of WIDE: to[panel][head_dim][WIDE], or with DUAL half as many pairs of them.
+// n rows of size numbers each, by panels of WIDE rows: to[panel][size][WIDE], or with DUAL half as many pairs of them.
 template <bool DUAL>
-void pack_keys(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *to) {
+void pack_rows(const void *from, int64_t first, int64_t stride, int64_t size, int32_t dtype, int64_t n, float *to) {
     float rows[LANES][MOST];
-    const int64_t d = DUAL ? (x->head_dim + 1) / 2 : x->head_dim;
+    const int64_t d = DUAL ? (size + 1) / 2 : size;
     for (int64_t j = 0; j < n; j += LANES) {
         float *panel = to + j / WIDE * d * WIDE + j % WIDE;
         const float *p[LANES];
         for (int64_t c = 0; c < LANES; ++c) {
-            // beyond the last key any will do: what comes of it is not read
-            const int64_t from = key_at(x, b, kv, at + (j + c < n ? j + c : j));
+            // beyond the last row any will do: what comes of it is not read
+            const int64_t at = first + (j + c < n ? j + c : j) * stride;
             p[c] = rows[c];
-            if (DUAL) copy_pairs(rows[c], x->key, from, x->head_dim);
-            else if (x->dtype == HW_FLOAT32) p[c] = (const float *)x->key + from;
-            else read_row(rows[c], x->key, from, d, x->dtype);
+            if (DUAL) copy_pairs(rows[c], from, at, size);
+            else if (dtype == HW_FLOAT32) p[c] = (const float *)from + at;
+            else read_row(rows[c], from, at, d, dtype);
         }
         int64_t i = 0;
         for (; i + LANES <= d; i += LANES) {
@@ -499,7 +507,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
             every &= open[g] && start == 0 && stop == n;
         }
         if (!any) continue;
-        pack_keys<DUAL>(x, b, kv, at, n, y.keys);
+        pack_rows<DUAL>(x->key, key_at(x, b, kv, at), x->key_stride[2], x->head_dim, x->dtype, n, y.keys);
         if (!every) std::memset(seen, 0, n);
         for (int64_t g = 0; g * ROWS < rows; ++g) {
             if (to[g] <= from[g]) continue;

@@ -40,6 +40,16 @@ typedef struct {
     int32_t threads;
 } hw_call;
 
+/* What the backward of a call reads beside it, and writes: gradients in the dtype of the call, laid out as their
+   projections read them, NULL where one is not wanted. The call has the output and the log-sum-exp of the forward. */
+typedef struct {
+    const void *out_grad;                         /* B H T V; its last dimension has stride 1 */
+    int64_t out_grad_stride[3];
+    const float *lse_grad;                        /* B H T, contiguous; NULL for 0 */
+    void *query, *key, *value;                    /* B T H D, B S K D, B S K V */
+    float *slopes, *table, *sinks;                /* B H, B H table_size, B H: for each sequence of its own */
+} hw_gradients;
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -54,8 +64,10 @@ extern "C" {
 HW_PUBLIC const char *hw_instructions(void);
 /* Attention, forward; isa is one of those words, "" for the best. */
 HW_PUBLIC int hw_forward(const hw_call *call, const char *isa);
-/* The size of hw_call, for the caller to compare with its own. */
-HW_PUBLIC int64_t hw_call_size(void);
+/* Its backward. */
+HW_PUBLIC int hw_backward(const hw_call *call, const hw_gradients *gradients, const char *isa);
+/* The sizes of the two structs together, for the caller to compare with its own. */
+HW_PUBLIC int64_t hw_size(void);
 /* 1 where the build has OpenMP. */
 HW_PUBLIC int hw_threaded(void);
 

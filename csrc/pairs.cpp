@@ -5,3 +5,4 @@
 #define ROWS 4
 #define PAIRS 1
 #include "forward.hpp"
+#include "backward.hpp"

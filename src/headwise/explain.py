@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise.attention import MultiHeadAttention
 from headwise.backends import BACKENDS, named
-from headwise.backends.native import OPERATOR, instruction_sets
 from headwise.backends.base import Backend, Inputs
+from headwise.backends.native import OPERATOR, instruction_sets
 from headwise.backends.reference import blocks
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.functional import attention

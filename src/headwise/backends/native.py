@@ -44,6 +44,9 @@ CALL = struct.Struct(
 )
 
 
+GRADIENTS = struct.Struct("@P3qP6P")  # hw_gradients: out_grad, its strides, lse_grad, and what is written
+
+
 class Native(Backend):
     """The CPU kernel of headwise.
 
@@ -71,8 +74,8 @@ class Native(Backend):
             return "it computes on the CPU only"
         if query.dtype not in DTYPES:
             return "it computes in float32, bfloat16 and float16 only"
-        if x.needs_grad:
-            return "its backward is not written yet"
+        if x.needs_grad and any(tile.requires_grad for tile in x.tiles()):
+            return "it has no gradient of a bias"
         if x.dropout_p > 0:
             return "it has no dropout yet"
         if query.shape[-1] > MOST or x.value.shape[-1] > MOST:
@@ -91,12 +94,11 @@ class Native(Backend):
         return _why_not_modified(x) or _loaded()[1]
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
-        wanted = x.lse != "no"
-        call = OPERATOR if _is_watched() else forward
-        out, lse = call(
-            x.query, x.key, x.value, *_limits(x), *_modifications(x), x.sinks, x.scale, wanted, self.instructions
-        )
-        return out, lse if wanted else None  # an operator has to return a tensor
+        wanted, learns = x.lse != "no", x.needs_grad
+        call = OPERATOR if learns or _is_watched() else forward
+        given = (*_limits(x), *_modifications(x), x.sinks, x.scale, wanted or learns, self.instructions)
+        out, lse = call(x.query, x.key, x.value, *given)
+        return out, lse if wanted else None
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -192,17 +194,86 @@ def forward(
     instructions: str,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the kernel: the output, laid out as the last projection reads it, and the log-sum-exp if it is wanted."""
+    query, key, value = _dense(query), _dense(key), _dense(value)
+    out, lse = _results(query, value.shape[3], with_lse)
+    given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
+    call, _kept = _call(query, key, value, *given, out, lse)
+    if library().hw_forward(call, instructions.encode()):
+        raise NO_MEMORY
+    return out, lse
+
+
+def backward(
+    out_grad: Tensor,
+    lse_grad: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: list[bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: list[int],
+    first: Tensor | None,
+    last: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    runs: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    distance: int,
+    softcap: float,
+    sinks: Tensor | None,
+    scale: float,
+    instructions: str,
+) -> list[Tensor]:
+    """The gradients of query, key, value, slopes, table and sinks; those not wanted are empty tensors."""
+    query, key, value, out_grad = _dense(query), _dense(key), _dense(value), _dense(out_grad.to(query.dtype))
+    given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
+    call, _kept = _call(query, key, value, *given, out, lse)
+    if lse_grad is not None:
+        lse_grad = lse_grad.float().contiguous()
+    grads = _gradients(query, key, value, slopes, table, sinks, wanted)
+    gradients = GRADIENTS.pack(
+        out_grad.data_ptr(),
+        *out_grad.stride()[:3],
+        0 if lse_grad is None else lse_grad.data_ptr(),
+        *(grad.data_ptr() if want else 0 for grad, want in zip(grads, wanted, strict=True)),
+    )
+    if library().hw_backward(call, gradients, instructions.encode()):
+        raise NO_MEMORY
+    return grads
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: list[int],
+    first: Tensor | None,
+    last: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    runs: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    distance: int,
+    softcap: float,
+    sinks: Tensor | None,
+    scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+) -> tuple[bytes, list[Tensor]]:
+    """A call as the kernel reads it, and the tensors that have to stay alive until it has."""
     batch, heads, rows, head_dim = query.shape
     kv_heads, slots = key.shape[1], key.shape[2]
     v_head_dim = value.shape[3]
     query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-    if query_strides[3] != 1 or key_strides[3] != 1 or value_strides[3] != 1:
-        query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
-        query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-    out, lse = _results(query, v_head_dim, with_lse)
-    threads = torch.get_num_threads()
     size = (batch, heads, rows, slots)
-    kept: list[Tensor] = []  # what the kernel reads has to stay alive
+    kept: list[Tensor] = []
     per_row = NOTHING if first is last is left is right is None else _per_row((first, last, left, right), batch, kept)
     runs_at, runs_strides, run_count = 0, NOTHING[:3], 0
     if runs is not None:
@@ -210,14 +281,14 @@ def forward(
         kept.append(runs)
         runs_at, run_count = runs.data_ptr(), runs.shape[3]
         runs_strides = tuple(n * (m > 1) for n, m in zip(runs.stride()[:3], runs.shape[:3], strict=True))
-    status = library().hw_forward(
+    return (
         CALL.pack(
             *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()),
             *(batch, heads, kv_heads, rows, slots, head_dim, v_head_dim),
             *query_strides[:3],
             *key_strides[:3],
             *value_strides[:3],
-            *(rows * heads * v_head_dim, v_head_dim, heads * v_head_dim),
+            *out.stride()[:3],
             *bounds,
             *per_row,
             runs_at,
@@ -229,18 +300,19 @@ def forward(
             *((0, 0) if table is None else (_numbers(table, kept), table.shape[-1])),
             distance,
             0 if sinks is None else _numbers(sinks, kept),
-            *(scale, softcap, DTYPES[query.dtype], threads),
+            *(scale, softcap, DTYPES[query.dtype], torch.get_num_threads()),
         ),
-        instructions.encode(),
+        kept,
     )
-    if status:
-        raise NO_MEMORY
-    return out, lse
 
 
 NO_MEMORY = MemoryError("The CPU kernel found no memory for what it packs; make some free.")
 NOTHING = (0, 0, 0, 0)
 NO_TILE = (0, 0, 0, 0, 0)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _results(query: Tensor, v_head_dim: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -268,28 +340,162 @@ def _numbers(values: Tensor, kept: list[Tensor]) -> int:
     return values.data_ptr()
 
 
-# For compilers, modes and profilers; what they do not watch calls `forward` itself, which costs less.
+# For autograd, compilers, modes and profilers; a call that none of them watches goes to `forward`, which costs less.
 _LIBRARY = torch.library.Library("headwise", "DEF")
-_LIBRARY.define(
-    "native(Tensor query, Tensor key, Tensor value, SymInt[] bounds, Tensor? first, Tensor? last, Tensor? left, "
+_GIVEN = (
+    "Tensor query, Tensor key, Tensor value, SymInt[] bounds, Tensor? first, Tensor? last, Tensor? left, "
     "Tensor? right, Tensor? runs, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, SymInt distance, "
-    "float softcap, Tensor? sinks, float scale, bool with_lse, str instructions) -> (Tensor, Tensor)"
+    "float softcap, Tensor? sinks, float scale"
 )
+_LIBRARY.define(f"native({_GIVEN}, bool with_lse, str instructions) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"native_backward(Tensor out_grad, Tensor? lse_grad, Tensor out, Tensor lse, bool[] wanted, {_GIVEN}, "
+    "str instructions) -> Tensor[]"
+)
+OPERATOR = torch.ops.headwise.native.default
+BACKWARD = torch.ops.headwise.native_backward.default
+_LEARN = (0, 1, 2, 11, 12, 15)  # where query, key, value, slopes, table and sinks stand among what is given
 
 
 def _operator(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out, lse = forward(query, *others)
-    return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return out, _empty(query) if lse is None else lse  # an operator has to return a tensor
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.float32)
 
 
 _LIBRARY.impl("native", _operator, "CPU")
-OPERATOR = torch.ops.headwise.native.default
+_LIBRARY.impl("native_backward", backward, "CPU")
 
 
 @torch.library.register_fake("headwise::native", lib=_LIBRARY)
-def _shape_of_results(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     out, lse = _results(query, value.shape[3], others[-2])
-    return out, query.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return out, _empty(query) if lse is None else lse
+
+
+@torch.library.register_fake("headwise::native_backward", lib=_LIBRARY)
+def _shapes_backward(*args: Any) -> list[Tensor]:
+    given = args[5:]
+    return _gradients(*(given[i] for i in _LEARN), args[4])
+
+
+def _gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    sinks: Tensor | None,
+    wanted: list[bool],
+) -> list[Tensor]:
+    batch, heads = query.shape[:2]
+    grads = []
+    for tensor, want in zip((query, key, value), wanted[:3], strict=True):
+        shape = tensor.shape
+        grads.append(
+            tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else _empty(tensor)
+        )
+    for values, want in zip((slopes, table, sinks), wanted[3:], strict=True):
+        last = () if values is not table else (values.shape[-1],) if want else ()
+        grads.append(query.new_empty((batch, heads, *last), dtype=torch.float32) if want else _empty(query))
+    return grads
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
+    ctx.rest = [None if isinstance(value, Tensor) else value for value in inputs]
+    ctx.save_for_backward(*(inputs[i] for i in ctx.places), *output)
+
+
+def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None) -> tuple[Any, ...]:
+    *tensors, out, lse = ctx.saved_tensors
+    given = list(ctx.rest)
+    for i, tensor in zip(ctx.places, tensors, strict=True):
+        given[i] = tensor
+    wanted = [given[i] is not None and ctx.needs_input_grad[i] for i in _LEARN]
+    found: list[Tensor | None] = [None] * len(given)
+    if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
+        leaves = [i for i, want in zip(_LEARN, wanted, strict=True) if want]
+        again = _plain(*given[:-2])
+        grads = torch.autograd.grad(
+            again, [given[i] for i in leaves], (out_grad, lse_grad), create_graph=True, allow_unused=True
+        )
+        for i, grad in zip(leaves, grads, strict=True):
+            found[i] = grad
+        return tuple(found)
+    grads = BACKWARD(out_grad, lse_grad, out, lse, wanted, *given[:-2], given[-1])
+    for i, grad, want in zip(_LEARN, grads, wanted, strict=True):
+        if want:  # slopes, table and sinks come for each sequence
+            found[i] = grad if i < 3 else grad.sum(0).to(given[i].dtype).reshape(given[i].shape)
+    return tuple(found)
+
+
+torch.library.register_autograd("headwise::native", _differentiate, setup_context=_remember, lib=_LIBRARY)
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: list[int],
+    first: Tensor | None,
+    last: Tensor | None,
+    left: Tensor | None,
+    right: Tensor | None,
+    runs: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    table: Tensor | None,
+    distance: int,
+    softcap: float,
+    sinks: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same by the formula, in operations of torch that can be differentiated to any order."""
+    rows, slots, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    t, s = torch.arange(rows)[:, None], torch.arange(slots)
+    tensors = (None if bound is None else bound[:, None, None, None] for bound in (first, last, left, right))
+    low, high, behind, ahead = zip(bounds, tensors, strict=True)
+    seen = torch.ones(1, 1, rows, slots, dtype=torch.bool)
+    for bound in low:
+        seen = seen if bound is None else seen & (s >= bound)
+    for bound in high:
+        seen = seen if bound is None else seen & (s < bound)
+    for bound in behind:
+        seen = seen if bound is None else seen & (s >= t + bound)
+    for bound in ahead:
+        seen = seen if bound is None else seen & (s < t + bound)
+    if runs is not None:
+        inside = (s >= runs[..., :1]) & (s < runs[..., 1:])
+        seen = seen & inside.any(-2)
+    if mask is not None:
+        seen = seen & mask
+    if bias is not None:
+        seen = seen & (bias != -torch.inf)
+        bias = bias.masked_fill(bias == -torch.inf, 0)
+    seen = seen.expand(*query.shape[:3], slots)
+    # what nobody sees may hold NaN, and 0 times NaN is NaN; so may a query that sees nothing
+    unseen, dead = ~seen.any(-2)[..., None], ~seen.any(-1, keepdim=True)
+    key, value = (x.float().repeat_interleave(group, 1).masked_fill(unseen, 0) for x in (key, value))
+    scores = query.float().masked_fill(dead, 0) @ key.mT * scale
+    scores = scores if softcap == 0 else softcap * (scores / softcap).tanh()
+    away = s - t + distance
+    scores = scores if slopes is None else scores - slopes.float()[:, None, None] * away.abs()
+    if table is not None:
+        middle = table.shape[-1] // 2
+        scores = scores + table.float()[:, (away + middle).clamp(0, table.shape[-1] - 1)]
+    scores = scores if bias is None else scores + bias
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:  # one more key, without a value
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    alive = scores.masked_fill(nothing, 0)
+    weights = alive.softmax(-1).masked_fill(nothing, 0)[..., :slots]
+    return (weights @ value).to(query.dtype), alive.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
 
 
 @functools.cache
@@ -306,10 +512,11 @@ def _loaded() -> tuple[Any, str | None]:
         kernel = ctypes.CDLL(str(found))
     except OSError:
         return None, "its library cannot be loaded"
-    kernel.hw_call_size.restype = ctypes.c_int64
+    kernel.hw_size.restype = ctypes.c_int64
     kernel.hw_instructions.restype = ctypes.c_char_p
     kernel.hw_forward.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-    if kernel.hw_call_size() != CALL.size:
+    kernel.hw_backward.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+    if kernel.hw_size() != CALL.size + GRADIENTS.size:
         return None, "its library is of another version; install headwise again"
     return kernel, None
 
