@@ -1,7 +1,7 @@
 """The workloads: what is computed, at which sizes, under which mask, in which dtype.
 
 A case knows its name, its inputs and how much work it is; who computes it, and how, is for competitors.py. A
-new case is a line in ``_first`` (or ``_gpu``), a new mask a line in MASKS.
+new case is a line in ``_first``, ``_cpu`` or ``_gpu_sized``, a new mask a line in MASKS.
 
 B batch   H query heads      T query tokens   D head dimension   E embedding
           K key/value heads  S key tokens
@@ -17,8 +17,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from headwise import Causal, Full, Mask, Padding, Positions, Window
+from headwise import ALiBi, Causal, Document, Full, Mask, Padding, Positions, Prefix, RelativeBias, Softcap, Window
 from headwise.algebra import evaluate
+from headwise.score_mods import ScoreMod
 
 MASKS: dict[str, Callable[[int, int], Mask]] = {  # from the batch size and the number of keys
     "full": lambda batch, slots: Full(),
@@ -26,6 +27,15 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {  # from the batch size and the 
     "window128": lambda batch, slots: Causal() & Window(128),
     "window3": lambda batch, slots: Causal() & Window(3),
     "padded": lambda batch, slots: Padding(half_empty(batch, slots)),
+    "ragged": lambda batch, slots: Padding(ragged(batch, slots)),
+    "packed8": lambda batch, slots: Causal() & Document.from_lengths(equal_parts(slots, 8)),
+    "prefix256": lambda batch, slots: Causal() | Prefix(256),
+}
+CAP = 3.0  # so that scores of this size are changed
+MODS: dict[str, Callable[[int], ScoreMod]] = {  # from the number of heads; "sinks" is no modification of scores
+    "softcap": lambda heads: Softcap(CAP),
+    "alibi": ALiBi,
+    "t5": lambda heads: t5_bias(heads),  # noqa: PLW0108
 }
 
 
@@ -41,6 +51,7 @@ class Attention:
         kv_heads: Key and value heads K; None means H.
         slots: Key tokens S; None means T.
         mask: Its name in MASKS.
+        mod: What else is done to the scores: a name in MODS, or "sinks"; "" for nothing.
         dtype: Of all inputs, by its name in torch.
         backward: Whether the gradients of queries, keys and values are part of the work.
     """
@@ -52,6 +63,7 @@ class Attention:
     kv_heads: int | None = None
     slots: int | None = None
     mask: str = "full"
+    mod: str = ""
     dtype: str = "float32"
     backward: bool = False
 
@@ -64,7 +76,8 @@ class Attention:
         if self.kv_heads is not None or self.slots is not None:
             sizes += f"-k{self.kv_heads or self.heads}-s{self.slots or self.rows}"
         kind = "decode" if self.rows == 1 else self.level
-        return f"{kind}/{self.mask}/{sizes}/{self.dtype}/{_direction(self)}"
+        scores = f"{self.mask}+{self.mod}" if self.mod else self.mask
+        return f"{kind}/{scores}/{sizes}/{self.dtype}/{_direction(self)}"
 
     def problem(self, device: torch.device | str = "cpu") -> "Problem":
         """Inputs by a fixed seed: query, key, value; and the gradient of the output."""
@@ -112,6 +125,7 @@ class Module:
     backward: bool = False
 
     level = "module"
+    mod = ""
 
     @property
     def name(self) -> str:
@@ -159,6 +173,29 @@ class Problem:
     mask: Mask
     scores: tuple[int, int, int, int]
 
+    @cached_property
+    def score_mods(self) -> tuple[ScoreMod, ...]:
+        """What is done to the scores before the mask."""
+        made = MODS.get(self.case.mod)
+        return () if made is None else (made(self.scores[1]).to(self.device),)
+
+    @cached_property
+    def sinks(self) -> Float[Tensor, " H"] | None:
+        """An extra logit a head, or None."""
+        return _normal((self.scores[1],))[0].to(self.device) if self.case.mod == "sinks" else None
+
+    def modified(self, scores: Float[Tensor, "#B h T S"], first: int = 0) -> Float[Tensor, "#B h T S"]:
+        """The scores, modified; of the heads from ``first`` on."""
+        rows, slots = self.scores[2:]
+        sizes = (scores.shape[0], scores.shape[1], rows, slots)
+        b, h, q, k = (
+            torch.arange(n, device=scores.device).view([-1 if i == j else 1 for j in range(4)])
+            for i, n in enumerate(sizes)
+        )
+        for mod in self.score_mods:
+            scores = mod(scores, b, h + first, q + slots - rows, k)
+        return scores
+
     @property
     def device(self) -> torch.device:
         """Where the inputs are."""
@@ -199,6 +236,23 @@ class Problem:
 def half_empty(batch: int, slots: int) -> Tensor:
     """Lengths that spread evenly and fill half of the batch: 1/16, 3/16, … 15/16 for eight rows."""
     return torch.tensor([max(1, slots * (2 * row + 1) // (2 * batch)) for row in range(batch)])
+
+
+def ragged(batch: int, slots: int) -> Tensor:
+    """Lengths that grow evenly from 1 to all slots, as in a batch of conversations of any age."""
+    return torch.linspace(1, slots, batch).round().long()
+
+
+def equal_parts(slots: int, parts: int) -> list[int]:
+    """Lengths of documents that fill the slots, equal but for a rest of one."""
+    return [slots * (part + 1) // parts - slots * part // parts for part in range(parts)]
+
+
+def t5_bias(heads: int) -> RelativeBias:
+    """The bias of a decoder of T5, with a table of fixed numbers."""
+    bias = RelativeBias(heads, bidirectional=False).requires_grad_(False)
+    bias.table.copy_(_normal(tuple(bias.table.shape))[0])
+    return bias
 
 
 def select(glob: str, quick: bool = False, suite: str = "cpu") -> list[Case]:
@@ -246,8 +300,33 @@ def _first() -> Iterator[Case]:
     yield Module(batch=8, rows=128, embed_dim=384, heads=12, dtype="bfloat16")
 
 
+def _cpu() -> Iterator[Case]:
+    """Sizes at which a kernel for the CPU shows what it is worth, forward only."""
+    half: list[dict] = [{"dtype": "float32"}, {"dtype": "bfloat16"}]
+    for how in half:
+        for (heads, rows, dim), mask in product([(8, 4096, 64), (8, 2048, 128)], ("full", "causal")):
+            yield Attention(batch=1, heads=heads, rows=rows, head_dim=dim, mask=mask, **how)
+        yield Attention(batch=1, heads=8, rows=4096, head_dim=64, mask="window128", **how)
+        for slots in (4096, 32768):
+            yield Attention(batch=1, heads=32, rows=1, head_dim=128, kv_heads=8, slots=slots, **how)
+        yield Attention(batch=8, heads=12, rows=1, head_dim=64, slots=1024, **how)
+    ragged: dict = {"mask": "ragged", "dtype": "bfloat16"}
+    yield Attention(batch=16, heads=32, rows=1, head_dim=128, kv_heads=8, slots=4096, **ragged)
+    yield Attention(batch=8, heads=12, rows=512, head_dim=64, mask="padded")
+    yield Attention(batch=1, heads=12, rows=4096, head_dim=64, mask="packed8")
+    yield Attention(batch=2, heads=12, rows=1024, head_dim=64, mask="prefix256")
+    for mod, how in product((*MODS, "sinks"), half):
+        yield Attention(batch=2, heads=12, rows=1024, head_dim=64, mask="causal", mod=mod, **how)
+    for mask in ("full", "causal"):
+        yield Attention(batch=1, heads=4, rows=8, head_dim=32, mask=mask)  # little but the call itself
+    for how in half:
+        yield Module(batch=1, rows=2048, embed_dim=768, heads=12, **how)
+    for batch, rows, embed in [(1, 16, 384), (4, 512, 768)]:
+        yield Module(batch=batch, rows=rows, embed_dim=embed, heads=12, dtype="bfloat16")
+
+
 def _gpu() -> Iterator[Case]:
-    """Sizes that fill a GPU, and the cases above in bfloat16, with and without gradients."""
+    """Sizes that fill a GPU, and the first cases in bfloat16, with and without gradients."""
     yield from GPU_SIZED
     for case in _first():
         if case.dtype == "bfloat16":
@@ -269,14 +348,17 @@ def _gpu_sized() -> Iterator[Case]:
     yield Attention(batch=1, heads=32, rows=1, head_dim=128, kv_heads=8, slots=32768, dtype="bfloat16")
 
 
-CASES: tuple[Case, ...] = tuple(_first())
+CASES: tuple[Case, ...] = (*_first(), *_cpu())
 GPU_SIZED: tuple[Case, ...] = tuple(_gpu_sized())
 QUICK: tuple[Case, ...] = (
     Attention(batch=2, heads=3, rows=7, head_dim=5),
     Attention(batch=2, heads=3, rows=11, head_dim=5, mask="causal", backward=True),
     Attention(batch=2, heads=3, rows=11, head_dim=5, mask="window3", dtype="bfloat16"),
     Attention(batch=3, heads=2, rows=11, head_dim=5, mask="padded"),
+    Attention(batch=1, heads=2, rows=23, head_dim=5, mask="packed8"),
+    *(Attention(batch=2, heads=3, rows=11, head_dim=5, mask="causal", mod=mod) for mod in (*MODS, "sinks")),
     Attention(batch=2, heads=6, rows=1, head_dim=13, kv_heads=3, slots=17),
+    Attention(batch=3, heads=6, rows=1, head_dim=13, kv_heads=3, slots=17, mask="ragged"),
     Module(batch=2, rows=7, embed_dim=15, heads=3, backward=True),
     # an even number of heads, which the fast path of nn.MultiheadAttention asks for
     Module(batch=2, rows=7, embed_dim=20, heads=4, mask="causal"),

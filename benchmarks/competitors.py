@@ -3,12 +3,15 @@
 A competitor is a function from a problem to a ``Step``, or to the reason why it cannot take part, as text.
 What it does before it returns (load a library, copy weights, build a dense mask) is not timed; ``Step.run``
 is. To add one, write the function and name it in ATTENTION, GPU_ATTENTION or MODULE; a library that may be
-missing is imported inside.
+missing is imported inside. Libraries that do not use torch read its tensors in place and return a view of theirs.
 """
 
+import functools
 import importlib.util
+import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,11 +21,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import headwise
-from headwise.backends import BACKENDS, Backend, Inputs, Reference, choose
+from headwise.backends import BACKENDS, Backend, Inputs, Reference, Sdpa, choose
 from headwise.functional import prepare
 from headwise.masks import Causal, Full, Padding
 
-from .cases import GPU_SIZED, Problem
+from .cases import CAP, GPU_SIZED, Problem, equal_parts, half_empty
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,14 @@ def plain(problem: Problem) -> Step:
     def forward() -> Tensor:
         # query heads that share a key head are rows of one matrix: the keys need no copies
         scores = query.unflatten(1, (-1, group)).flatten(2, 3) @ key.mT * scale
+        if problem.case.mod == "softcap":
+            scores = CAP * (scores / CAP).tanh()
         if bias is not None:
             scores = (scores.unflatten(2, (group, rows)) + bias).flatten(2, 3)
-        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+        if problem.sinks is not None:
+            sinks = problem.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : value.shape[2]]
         return (weights @ value).unflatten(2, (group, rows)).flatten(1, 2)
 
     return _step(problem, forward, problem.inputs)
@@ -70,10 +78,11 @@ def sdpa(problem: Problem) -> Step:
     query, key, value = problem.inputs
     if query.shape[1] == key.shape[1] or query.shape[2] > 1:
         return sdpa_as_called(problem)
+    bias = _bias(problem)
 
     def forward() -> Tensor:
-        folded = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
-        return F.scaled_dot_product_attention(folded, key, value).flatten(1, 2)[:, :, None]
+        heads = F.scaled_dot_product_attention(_folded(query, key), key, value, bias)
+        return heads.flatten(1, 2)[:, :, None]
 
     return _step(problem, forward, problem.inputs, "group folded into the query rows")
 
@@ -100,8 +109,7 @@ def sdpa_math(problem: Problem) -> Step:
 def sdpa_as_called(problem: Problem) -> Step:
     """PyTorch's ``scaled_dot_product_attention`` with the arguments that say the case."""
     query, key, value = problem.inputs
-    is_causal = problem.mask == Causal() and query.shape[2] == key.shape[2]
-    bias = None if is_causal else _bias(problem)
+    is_causal, bias = _causal_or_bias(problem)
     grouped = query.shape[1] != key.shape[1]
 
     def forward() -> Tensor:
@@ -135,33 +143,254 @@ def sdpa_by(kernel: SDPBackend) -> Competitor:
 
 def flex(problem: Problem) -> Step | str:
     """PyTorch's ``flex_attention``, compiled, with a block mask where the mask hides anything."""
-    if problem.device.type == "cpu" or importlib.util.find_spec("triton") is None:
-        return "it is compiled by Triton, for which there is no device here"
-    if problem.case not in GPU_SIZED:
+    on_cpu = problem.device.type == "cpu"
+    if on_cpu and problem.case.backward:
+        return "it has no gradients on the CPU"
+    if on_cpu and problem.case.rows < 128:
+        return "it is compiled anew for every case, which a run has time for at 128 rows and more only"
+    if not on_cpu and importlib.util.find_spec("triton") is None:
+        return "it is compiled by Triton, which is not installed"
+    if not on_cpu and problem.case not in GPU_SIZED:
         return "it is compiled anew for every case, which a run has time for at the sizes of a GPU only"
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # so that the cases before do not count as recompilations
     compiled = torch.compile(flex_attention, dynamic=False)
     query, key, value = problem.inputs
-    seen, rows, slots = FLEX[problem.case.mask], query.shape[2], key.shape[2]
+    modify = problem.score_mods[0] if problem.score_mods else None
+    if problem.case.mod == "alibi":  # what is compiled may read slopes but not make them
+        slopes = problem.score_mods[0].slopes
+        modify = lambda score, b, h, q, k: score - slopes[h] * (q - k).abs()  # noqa: E731
+    seen, (batch, _, rows, slots) = FLEX[problem.case.mask], problem.scores
     blocks = None
     if seen is not None:
-        blocks = create_block_mask(seen(slots - rows), None, None, rows, slots, device=problem.device)
+        for_rows = batch if isinstance(problem.mask, Padding) else None
+        blocks = create_block_mask(seen(slots - rows, batch, slots), for_rows, None, rows, slots, device=problem.device)
     grouped = query.shape[1] != key.shape[1]
 
     def forward() -> Tensor:
-        return compiled(query, key, value, block_mask=blocks, enable_gqa=grouped)
+        return compiled(query, key, value, modify, block_mask=blocks, enable_gqa=grouped)
 
+    with torch.no_grad():
+        compiled(query, key, value, modify, block_mask=blocks, enable_gqa=grouped)  # compiling is not its time
     return _step(problem, forward, problem.inputs, "compiled, block mask made beforehand")
+
+
+def _flex_padded(ahead: int, batch: int, slots: int) -> Callable[..., Tensor]:
+    lengths = half_empty(batch, slots)
+    return lambda b, h, q, k: k < lengths[b]
+
+
+def _flex_packed(ahead: int, batch: int, slots: int) -> Callable[..., Tensor]:
+    lengths = torch.tensor(equal_parts(slots, 8))
+    document = torch.arange(8).repeat_interleave(lengths)
+    return lambda b, h, q, k: (k <= q) & (document[q] == document[k])
+
+
+def from_package(package: str) -> Callable[[Competitor], Competitor]:
+    """Mark a competitor of a library that may be missing, and that takes part forward and on the CPU."""
+
+    def mark(build: Competitor) -> Competitor:
+        @functools.wraps(build)
+        def checked(problem: Problem) -> Step | str:
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+            if problem.device.type != "cpu" or problem.case.backward:
+                return "it takes part on the CPU and forward only"
+            return build(problem)
+
+        return checked
+
+    return mark
+
+
+@from_package("onnxruntime")
+def onnxruntime(problem: Problem) -> Step | str:
+    """ONNX Runtime, by the fastest of its operators that take the case: each has kernels of its own."""
+    if importlib.util.find_spec("onnx") is None:
+        return "onnx, which writes its models, is not installed"
+    if problem.case.dtype == "bfloat16":
+        return "it has no kernel for bfloat16 on the CPU"
+    return min((_onnx(*form) for form in _onnx_forms(problem)), key=_glance)
+
+
+def _onnx_forms(problem: Problem) -> Iterator[tuple]:
+    """Operator, its inputs and attributes, outputs, and the result as a view of the first output."""
+    (query, key, value), one_head = problem.inputs, problem.scores[1]
+    is_causal, bias = _causal_or_bias(problem)
+    if query.shape[2] == 1:
+        query = _folded(query, key)
+    batch, heads, rows, dim = query.shape
+    kv_heads, slots = key.shape[1:3]
+    bias = None if bias is None else bias.expand(-1, -1, rows, -1).contiguous()
+
+    def unfolded(out: Tensor) -> Tensor:
+        return out if heads == one_head else out.flatten(1, 2)[:, :, None]
+
+    out = torch.empty_like(query)
+    how: dict[str, int | float] = {"is_causal": int(is_causal)}
+    if problem.case.mod == "softcap":
+        how["softcap"] = CAP
+    yield "Attention", [query, key, value, bias], how, [out], unfolded(out)
+    if problem.case.mod == "softcap":
+        return
+    flat = [t.transpose(1, 2).flatten(2).contiguous() for t in (query, key, value)]
+    out = torch.empty_like(flat[0])
+    result = unfolded(out.unflatten(2, (heads, dim)).transpose(1, 2))
+    if heads == kv_heads:
+        how = {"num_heads": heads, "unidirectional": int(is_causal)}
+        yield "MultiHeadAttention", [*flat, None, None, bias], how, [out], result
+    window = problem.case.mask == "window128"
+    if dim % 8 or (problem.case.rows > 1 and not (is_causal or window)):
+        return
+    # The operator of caches: new keys are written behind those of before. A prompt has none before; in a step of
+    # decoding the last key of each row is the new one, and is written where it lies already.
+    query, lengths = problem.inputs[0], problem.allowed[:, 0, -1].sum(-1, dtype=torch.int32).expand(batch)
+    lengths = torch.full_like(lengths, slots) if window else lengths
+    new = [query, key, value]
+    past = [None, None]
+    present = [torch.empty_like(key), torch.empty_like(value)]
+    if problem.case.rows == 1:
+        past = present = [key.clone(), value.clone()]
+        at = (lengths.long() - 1)[:, None, None, None].expand(-1, kv_heads, 1, dim)
+        new[1:] = [t.gather(2, at) for t in (key, value)]
+    flat = [t.transpose(1, 2).flatten(2).contiguous() for t in new]
+    out = torch.empty_like(flat[0])
+    how = {"num_heads": query.shape[1], "kv_num_heads": kv_heads, "local_window_size": 128 if window else -1}
+    total = torch.tensor([slots], dtype=torch.int32)
+    given = [*flat, *past, lengths - 1, total]
+    result = out.unflatten(2, (query.shape[1], dim)).transpose(1, 2)
+    yield "GroupQueryAttention", given, how, [out, *present], result
+
+
+def _onnx(
+    name: str, given: list[Tensor | None], how: dict[str, int | float], outs: list[Tensor], result: Tensor
+) -> Step:
+    """A step of one operator of ONNX Runtime; inputs that are None are left out."""
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    kinds = {torch.float32: TensorProto.FLOAT, torch.int32: TensorProto.INT32}
+    inputs = {f"input{i}": t for i, t in enumerate(given) if t is not None}
+    outputs = {f"output{i}": t for i, t in enumerate(outs)}
+    names = [f"input{i}" if t is not None else "" for i, t in enumerate(given)]
+    node = helper.make_node(name, names, list(outputs), domain="" if name == "Attention" else "com.microsoft", **how)
+    told = [
+        [helper.make_tensor_value_info(name, kinds[t.dtype], t.shape) for name, t in side.items()]
+        for side in (inputs, outputs)
+    ]
+    sets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], name, *told), opset_imports=sets, ir_version=11)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = torch.get_num_threads(), 1
+    # its threads would go on spinning in the time of others
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for side, bind in ((inputs, binding.bind_input), (outputs, binding.bind_output)):
+        for name_, tensor in side.items():
+            bind(name_, "cpu", 0, tensor.numpy().dtype.type, list(tensor.shape), tensor.data_ptr())
+
+    def run(kept: object = (inputs, outputs)) -> Sequence[Tensor]:  # it does not hold what it reads and writes
+        session.run_with_iobinding(binding)
+        return (result,)
+
+    return Step(run, f"{name}, intra_op_num_threads={options.intra_op_num_threads}, its layout made beforehand")
+
+
+def _glance(step: Step) -> float:
+    """Seconds of a call, the shorter of two after a first."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step.run()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+@from_package("openvino")
+def openvino(problem: Problem) -> Step | str:
+    """OpenVINO's ``ScaledDotProductAttention`` on its CPU device."""
+    import openvino
+    from openvino import opset13
+
+    core, threads = openvino.Core(), torch.get_num_threads()
+    half = problem.case.dtype == "bfloat16"
+    if half and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        return "it has no kernel for bfloat16 on this processor"
+    query, key, value = problem.inputs
+    if query.shape[2] == 1:
+        query = _folded(query, key)
+    if query.shape[1] != key.shape[1]:
+        return "its operator knows no groups of heads"
+    is_causal, bias = _causal_or_bias(problem)
+    kind = openvino.Type.bf16 if half else openvino.Type.f32
+
+    def shared(tensor: Tensor) -> object:
+        array = tensor.view(torch.int16 if half else tensor.dtype).numpy()
+        return openvino.Tensor(array, array.shape, kind)
+
+    given = [t for t in (query, key, value, bias) if t is not None]
+    nodes = [opset13.parameter(list(t.shape), kind) for t in given]
+    node = opset13.scaled_dot_product_attention(*nodes, causal=is_causal)
+    settings = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": kind}
+    request = core.compile_model(openvino.Model([node], nodes, "attention"), "CPU", settings).create_infer_request()
+    given, out = [t.contiguous() for t in given], torch.empty_like(query)
+    for i, tensor in enumerate(given):
+        request.set_input_tensor(i, shared(tensor))
+    request.set_output_tensor(shared(out))
+    result = out if problem.case.rows > 1 else out.flatten(1, 2)[:, :, None]
+
+    def run(kept: object = given) -> Sequence[Tensor]:  # it does not hold what it reads
+        request.infer()
+        return (result,)
+
+    return Step(run, f"INFERENCE_NUM_THREADS={threads}")
+
+
+@from_package("jax")
+def jax(problem: Problem) -> Step:
+    """JAX's ``dot_product_attention``, compiled by XLA."""
+    # what XLA takes for the number of cores, read once when its device is made
+    threads = os.environ.setdefault("NPROC", str(torch.get_num_threads()))
+    import jax
+
+    query, key, value = (jax.dlpack.from_dlpack(t.transpose(1, 2).contiguous()) for t in problem.inputs)
+    is_causal, bias = _causal_or_bias(problem)
+    mask = None if bias is None else jax.numpy.asarray(problem.allowed.numpy())
+    added = jax.numpy.asarray(bias.numpy()) if problem.score_mods else None
+    compiled = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=is_causal))
+
+    def run() -> Sequence[Tensor]:
+        out = compiled(query, key, value, added, mask)
+        return (torch.from_dlpack(out.block_until_ready()).transpose(1, 2),)
+
+    run()  # compiling is not its time
+    return Step(run, f"NPROC={threads} when its device was made, its layout made beforehand")
+
+
+@from_package("x_transformers")
+def x_transformers(problem: Problem) -> Step | str:
+    """``Attend`` of x-transformers with ``flash=True``, which prepares a call of SDPA."""
+    from x_transformers.attend import Attend
+
+    query, key, value = problem.inputs
+    if query.shape[1] != key.shape[1]:
+        return "it shares keys among other query heads, every K-th"
+    is_causal, bias = _causal_or_bias(problem)
+    allowed = None if bias is None else problem.allowed
+    attend = Attend(flash=True, causal=is_causal)
+    added = bias if problem.score_mods else None
+    return _step(problem, lambda: attend(query, key, value, mask=allowed, attn_bias=added)[0], problem.inputs)
 
 
 def headwise_auto(problem: Problem) -> Step:
     """``headwise.attention`` as it is called by default."""
     query, key, value = problem.inputs
+    modified = {"score_mods": problem.score_mods, "sinks": problem.sinks}
 
     def forward() -> Tensor:
-        return headwise.attention(query, key, value, mask=problem.mask)
+        return headwise.attention(query, key, value, mask=problem.mask, **modified)
 
     return _step(problem, forward, problem.inputs, f"backend {choose(_prepared(problem)).name}")
 
@@ -171,9 +400,10 @@ def headwise_on(backend: Backend) -> Competitor:
 
     def build(problem: Problem) -> Step | str:
         query, key, value = problem.inputs
+        modified = {"score_mods": problem.score_mods, "sinks": problem.sinks}
 
         def forward() -> Tensor:
-            return headwise.attention(query, key, value, mask=problem.mask, backend=backend.name)
+            return headwise.attention(query, key, value, mask=problem.mask, backend=backend.name, **modified)
 
         return backend.why_not(_prepared(problem)) or _step(problem, forward, problem.inputs)
 
@@ -246,13 +476,18 @@ def headwise_module(problem: Problem) -> Step:
     return _step(problem, lambda: layer(tokens, mask=problem.mask), [tokens, *given], f"backend {backends[0]}")
 
 
+BIASES = ("alibi", "t5")  # what a dense mask can hold
+TAKEN_BY = {"softcap": ("headwise", "plain", "flex", "onnxruntime"), "sinks": ("headwise", "plain")}
 # what torch says when it has no kernel left to choose from, on a GPU and on the CPU
 NO_KERNEL = ("No available kernel", "No viable backend")
-# masks as FlexAttention takes them: a function of how far the queries are ahead of the keys
-FLEX: dict[str, Callable[[int], Callable[..., Tensor]] | None] = {
+# masks as FlexAttention takes them, from how far the queries are ahead of the keys, the batch size and the keys
+FLEX: dict[str, Callable[[int, int, int], Callable[..., Tensor]] | None] = {
     "full": None,
-    "causal": lambda ahead: lambda b, h, q, k: k <= q + ahead,
-    "window128": lambda ahead: lambda b, h, q, k: (k <= q + ahead) & (q + ahead - k < 128),
+    "causal": lambda ahead, *_: lambda b, h, q, k: k <= q + ahead,
+    "window128": lambda ahead, *_: lambda b, h, q, k: (k <= q + ahead) & (q + ahead - k < 128),
+    "padded": _flex_padded,
+    "packed8": _flex_packed,
+    "prefix256": lambda ahead, *_: lambda b, h, q, k: (k <= q + ahead) | (k < 256),
 }
 
 # The first of each is what the others are compared with in the check of the run itself.
@@ -261,7 +496,13 @@ ATTENTION: dict[str, Competitor] = {
     "sdpa grouped": sdpa_grouped,
     "sdpa math": sdpa_math,
     "plain": plain,
+    "flex": flex,
+    "onnxruntime": onnxruntime,
+    "openvino": openvino,
+    "jax": jax,
+    "x-transformers": x_transformers,
     "headwise reference": headwise_on(Reference()),
+    "headwise sdpa": headwise_on(Sdpa()),
     "headwise": headwise_auto,
 }
 GPU_ATTENTION: dict[str, Competitor] = {
@@ -281,6 +522,13 @@ MODULE: dict[str, Competitor] = {
 }
 
 
+def why_not(name: str, problem: Problem) -> str | None:
+    """Why a competitor does not take what is done to the scores; a bias is in the dense mask that all take."""
+    if problem.case.mod in TAKEN_BY and not name.startswith(TAKEN_BY[problem.case.mod]):
+        return "it knows no cap of scores" if problem.case.mod == "softcap" else "it knows no sinks"
+    return None
+
+
 def registry(level: str, suite: str = "cpu") -> dict[str, Competitor]:
     """Who takes part in the cases of a level. On a GPU the plain formula does not: it rounds scores to the dtype."""
     if level == "module":
@@ -290,7 +538,7 @@ def registry(level: str, suite: str = "cpu") -> dict[str, Competitor]:
 
 def _prepared(problem: Problem) -> Inputs:
     query, key, value = problem.inputs
-    return prepare(query, key, value, problem.mask, (), None, None, 0.0, None, None, None)
+    return prepare(query, key, value, problem.mask, problem.score_mods, problem.sinks, None, 0.0, None, None, None)
 
 
 def _step(problem: Problem, forward: Callable[[], Tensor], leaves: Sequence[Tensor], note: str = "") -> Step:
@@ -308,12 +556,31 @@ def _step(problem: Problem, forward: Callable[[], Tensor], leaves: Sequence[Tens
 
 
 def _bias(problem: Problem) -> Float[Tensor, "#B #H T S"] | None:
-    """The mask as numbers to add: 0 and -inf, in the dtype of the inputs; None where it hides nothing."""
+    """The mask as numbers to add: 0 and -inf, in the dtype of the inputs; None where it hides nothing.
+
+    A modification of scores that only adds to them is in it.
+    """
     allowed = problem.allowed
+    if problem.case.mod in BIASES:  # in float32: rounded to a half type it would be another bias
+        rows, slots = problem.scores[2:]
+        zeros = torch.zeros(1, problem.scores[1], rows, slots, device=problem.device)
+        return problem.modified(zeros).masked_fill(~allowed, -torch.inf)
     if bool(allowed.all()):
         return None
     zeros = torch.zeros(allowed.shape, dtype=problem.inputs[0].dtype, device=problem.device)
     return zeros.masked_fill(~allowed, -torch.inf)
+
+
+def _causal_or_bias(problem: Problem) -> tuple[bool, Float[Tensor, "#B #H T S"] | None]:
+    """Whether the mask is the causal one that every library knows; else what ``_bias`` gives."""
+    is_causal = problem.mask == Causal() and problem.scores[2] == problem.scores[3]
+    is_causal &= problem.case.mod not in BIASES
+    return is_causal, None if is_causal else _bias(problem)
+
+
+def _folded(query: Float[Tensor, "B H 1 D"], key: Float[Tensor, "B K S D"]) -> Float[Tensor, "B K G D"]:
+    """The query heads that share a key head, as rows of one call; masks must be those of all heads."""
+    return query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)
 
 
 def _copy(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:

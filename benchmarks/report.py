@@ -30,6 +30,8 @@ LOOKS = [
     ("#D55E00", "X"),
     ("#009E73", "<"),
     ("#CC79A7", ">"),
+    ("#56B4E9", "h"),
+    ("#E69F00", "p"),
 ]
 SAME = ("processor", "cores", "threads", "instructions", "system", "python", "torch", "headwise", "commit")
 LATER = {"device": "cpu", "cuda": None, "triton": None}  # what older files do not say, and what it was there

@@ -196,7 +196,7 @@ def prepare(problem: Problem, suite: str = "cpu") -> dict[str, Record]:
         entry: Record = {"step": None, "note": "", "max_error": None, "not_timed": None}
         entries[name] = entry
         try:
-            step = build(problem)
+            step = competitors.why_not(name, problem) or build(problem)
             if isinstance(step, str):
                 entry["not_timed"] = step
                 continue
@@ -327,7 +327,15 @@ def _attend(problem: Problem, dtype: torch.dtype, rows: slice, heads: slice) -> 
     *inputs, grad = (t.to(dtype) for t in _piece(problem, rows, heads))
     inputs = [t.detach().requires_grad_(backward) for t in inputs]
     group = inputs[0].shape[1] // inputs[1].shape[1]
-    out = _helpers().plain_attention(*inputs, _of(problem.allowed, rows, heads, group))[0]
+    group_heads = range(problem.scores[1])[
+        slice(heads.start and heads.start * group, heads.stop and heads.stop * group)
+    ]
+    extra = {}
+    if problem.score_mods:
+        extra["modify"] = lambda scores: problem.modified(scores, group_heads[0])
+    if problem.sinks is not None:
+        extra["sinks"] = problem.sinks[group_heads[0] : group_heads[-1] + 1].to(dtype)
+    out = _helpers().plain_attention(*inputs, _of(problem.allowed, rows, heads, group), **extra)[0]
     return [out.detach(), *(torch.autograd.grad(out, inputs, grad) if backward else ())]
 
 

@@ -104,9 +104,13 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         const float lse = x->lse[pair * rows + t];
         // in a row that sees nothing only the log-sum-exp has a gradient, and that of a sink
         fill_row(grad, g->out_grad, b * g->out_grad_stride[0] + h * g->out_grad_stride[1] + t * g->out_grad_stride[2], v, wide, x->dtype);
-        read_row(out, x->out, out_at(x, b, h, t), v, x->dtype);
         float delta = 0;
-        for (int64_t i = 0; i < v; ++i) delta += out[i] * grad[i];
+        const void *parts[2] = {x->out, x->rest};
+        for (const void *part : parts) {
+            if (!part) continue;
+            read_row(out, part, out_at(x, b, h, t), v, x->dtype);
+            for (int64_t i = 0; i < v; ++i) delta += out[i] * grad[i];
+        }
         if (sees.start == sees.stop) delta = 0;
         if (g->lse_grad) delta -= g->lse_grad[pair * rows + t];
         if (x->sinks && x->sinks[h] != NONE) sink_grad -= exp2((x->sinks[h] - lse) * LOG2E) * delta;
@@ -187,6 +191,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                         if (slope_grad) *slope_grad += sum;
                         for (int64_t c = 0; table_grad && c < wanted; ++c) table_grad[within(away + c + middle, 0, x->table_size - 1)] += grads[c];
                     }
+                    if (g->bias) std::memcpy(g->bias + (pair * rows + t) * x->slots + at + from[k], grads, wanted * sizeof(float));
                     for (int64_t c = 0; x->softcap > 0 && c < wanted; ++c) grads[c] *= cap[c];
                     // what the sums below read beyond the columns of this group
                     for (int64_t c = left; c < from[k]; ++c) p[r * TILE + c] = s[r * TILE + c] = 0;

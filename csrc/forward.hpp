@@ -346,7 +346,15 @@ void finish(const hw_call *x, int64_t b, int64_t h, int64_t t, state row, const 
         sum = (sum == 0 ? 0 : sum * by) + exp2((sink - high) * LOG2E);
         top = high;
     }
-    write_row(x->out, out_at(x, b, h, t), o, x->v_head_dim, x->dtype, sum == 0 ? 0 : by / sum);
+    const float part = sum == 0 ? 0 : by / sum;
+    const int64_t at = out_at(x, b, h, t), v = x->v_head_dim;
+    write_row(x->out, at, o, v, x->dtype, part);
+    if (x->rest) {  // a backward that took the rounded output would add up its errors
+        float rounded[MOST], rest[MOST];
+        read_row(rounded, x->out, at, v, x->dtype);
+        for (int64_t i = 0; i < v; ++i) rest[i] = part == 0 ? 0 : o[i] * part - rounded[i];
+        write_row(x->rest, at, rest, v, x->dtype, 1);
+    }
     if (x->lse) x->lse[(b * x->heads + h) * x->rows + t] = sum == 0 ? NONE : top + __builtin_logf(sum);
 }
 

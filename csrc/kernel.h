@@ -15,6 +15,7 @@ enum { HW_OK = 0, HW_NO_MEMORY = 1, HW_NO_SUCH_ISA = 2 };
 typedef struct {
     const void *query, *key, *value;
     void *out;
+    void *rest;                                   /* what rounding took from out, laid out like it; NULL for none */
     float *lse;                                   /* B H T, contiguous; NULL where it is not wanted */
     int64_t batch, heads, kv_heads, rows, slots, head_dim, v_head_dim;
     int64_t query_stride[3], key_stride[3], value_stride[3], out_stride[3];
@@ -47,6 +48,7 @@ typedef struct {
     int64_t out_grad_stride[3];
     const float *lse_grad;                        /* B H T, contiguous; NULL for 0 */
     void *query, *key, *value;                    /* B T H D, B S K D, B S K V */
+    float *bias;                                  /* B H T S, contiguous and filled with 0 */
     float *slopes, *table, *sinks;                /* B H, B H table_size, B H: for each sequence of its own */
 } hw_gradients;
 

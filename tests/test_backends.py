@@ -24,6 +24,7 @@ from cases import (
 from helpers import assert_as_good_as, leaf, pairwise, plain_attention, randn
 
 from headwise import BACKENDS, ALiBi, Backend, Bias, Full, Softcap, UnsupportedError, attention, attention_with_lse
+from headwise.backends.native import Native, instruction_sets
 from headwise.backends.reference import Reference
 from headwise.functional import prepare, run
 
@@ -42,7 +43,7 @@ REASONS = {
         "its log-sum-exp has no gradient",
         "its log-sum-exp, which sinks need too, is not to be had with the gradient of a bias",
     },
-    "native": {"its backward is not written yet"},
+    "native": {"it knows no custom modification of scores", "it caps scores before anything else"},
     "reference": set(),
 }
 
@@ -70,8 +71,13 @@ def _fits(row: dict) -> bool:
     return row["mask"] not in SQUARE_MASKS or call.rows == call.slots
 
 
+# the CPU kernel with each instruction set of this processor as well: auto takes the first
+ALL: dict[str, Backend] = {backend.name: backend for backend in BACKENDS}
+ALL |= {f"native {isa}": Native(isa) for isa in instruction_sets()[1:]}
+
+
 def _backend(name: str) -> Backend:
-    return next(backend for backend in BACKENDS if backend.name == name)
+    return ALL[name]
 
 
 @functools.cache
@@ -85,13 +91,13 @@ def _reason(backend: str, mods: ScoreCase, sinks: bool, lse: str) -> str | None:
 
 
 def _able(row: dict) -> list[str]:
-    return [name for name in BACKEND_NAMES if _reason(name, row["mods"], row["sinks"], row["lse"]) is None]
+    return [name for name in ALL if _reason(name, row["mods"], row["sinks"], row["lse"]) is None]
 
 
 def _chosen() -> list[dict]:
     """Rows in which, for each backend, every two parts meet that it can run together."""
     rows = []
-    for name in BACKEND_NAMES:
+    for name in ALL:
         runs = [row for row in rows if name in _able(row)]
         rows += pairwise(AXES, lambda row, name=name: _fits(row) and name in _able(row), runs)
     return rows
@@ -137,7 +143,7 @@ def _given(row: dict, backend: str, tensors: list, grad: dict) -> dict:
     sinks = leaves[3] if row["sinks"] else None
     mask = row["mask"].make(call)
     x = prepare(*leaves[:3], mask, mods, sinks, None, 0.0, None, None, None, row["lse"])
-    out, lse = run(x, backend)
+    out, lse = run(x, ALL[backend])
     assert (lse is None) == (row["lse"] == "no")
     total = (out * grad["out"]).sum()
     if row["lse"] == "gradient":
@@ -247,7 +253,7 @@ def test_a_backend_refuses_for_exactly_the_known_reasons():
             if reason is not None:
                 given[name].add(reason.split(" (")[0])
     assert given == REASONS
-    assert able == {"native": 0, "sdpa": 23, "reference": len(SCORE_MODS) * 6}
+    assert able == {"native": 60, "sdpa": 23, "reference": len(SCORE_MODS) * 6}
 
 
 def test_a_refusal_is_an_error_that_gives_the_reason():

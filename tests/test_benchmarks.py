@@ -8,7 +8,7 @@ import torch
 
 import benchmarks.run as runner
 from benchmarks import competitors, report
-from benchmarks.cases import CASES, QUICK, Attention, Module, half_empty, select
+from benchmarks.cases import CASES, QUICK, Attention, Module, equal_parts, half_empty, ragged, select
 from benchmarks.competitors import Step
 
 SHARED = {
@@ -28,6 +28,19 @@ FORWARD = Attention(batch=2, heads=3, rows=7, head_dim=5, mask="causal")
 BACKWARD = Attention(batch=2, heads=3, rows=7, head_dim=5, backward=True)
 HALF = Attention(batch=2, heads=3, rows=7, slots=1021, head_dim=5, dtype="bfloat16")
 MODULE = Module(batch=2, rows=7, embed_dim=15, heads=3, backward=True)
+PEERS = {"onnxruntime": "onnxruntime", "openvino": "openvino", "jax": "jax", "x-transformers": "x_transformers"}
+# why a competitor may be missing in a quick run
+REASONS = {
+    "sdpa grouped": {"the same as sdpa where no heads are grouped"},
+    "flex": {
+        "it is compiled anew for every case, which a run has time for at 128 rows and more only",
+        "it has no gradients on the CPU",
+    },
+    "onnxruntime": {"onnx, which writes its models, is not installed", "it has no kernel for bfloat16 on the CPU"},
+    "openvino": {"its operator knows no groups of heads", "it has no kernel for bfloat16 on this processor"},
+    "headwise sdpa": {"it cannot modify scores (Softcap)"},
+    "x-transformers": {"it shares keys among other query heads, every K-th"},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,12 +80,44 @@ def test_in_a_quick_run_every_competitor_is_right(quick):
     }
     for r in measured:
         if r["not_timed"] is not None:
-            assert r["not_timed"] == "the same as sdpa where no heads are grouped"
+            peer = PEERS.get(r["competitor"])
+            general = {"it knows no cap of scores", "it knows no sinks"} if "+s" in r["case"] else set()
+            general |= {f"{peer} is not installed", "it takes part on the CPU and forward only"} if peer else set()
+            assert r["not_timed"] in REASONS.get(r["competitor"], set()) | general
             assert r["median_s"] is r["samples_s"] is r["peak_memory_bytes"] is None
             continue
         assert r["quartiles_s"][0] <= r["median_s"] <= r["quartiles_s"][1] and len(r["samples_s"]) == 3
-        assert r["peak_memory_bytes"] > 0 and r["inner"] >= 1
-        assert (r["note"] == "backend sdpa") == (r["competitor"] == "headwise")
+        assert (r["peak_memory_bytes"] > 0 or r["competitor"] in PEERS) and r["inner"] >= 1
+        assert r["note"].startswith("backend ") == (r["competitor"] == "headwise")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_library_that_is_missing_is_the_reason(peer, monkeypatch):
+    monkeypatch.setattr(competitors.importlib.util, "find_spec", lambda name: None)
+    assert competitors.ATTENTION[peer](FORWARD.problem()) == f"{PEERS[peer]} is not installed"
+
+
+def test_other_libraries_take_part_forward_only(monkeypatch):
+    monkeypatch.setattr(competitors.importlib.util, "find_spec", lambda name: name)
+    for peer in PEERS:
+        assert competitors.ATTENTION[peer](BACKWARD.problem()) == "it takes part on the CPU and forward only"
+
+
+@pytest.mark.parametrize("mask", competitors.FLEX)
+def test_flex_has_the_masks_of_the_cases(mask):
+    problem = Attention(batch=3, heads=1, rows=293, head_dim=1, mask=mask).problem()
+    rows, columns = torch.arange(293)[:, None], torch.arange(293)
+    made = competitors.FLEX[mask]
+    if made is None:
+        assert bool(problem.allowed.all())
+        return
+    for b in range(3):
+        want = problem.allowed.expand(3, -1, -1, -1)[b, 0]
+        assert torch.equal(made(0, 3, 293)(torch.tensor(b), 0, rows, columns).expand(293, 293), want)
+
+
+def test_flex_has_every_mask_of_the_cases_it_is_compiled_for():
+    assert competitors.FLEX.keys() == {c.mask for c in CASES if c.level == "attention" and c.rows >= 128}
 
 
 def scaled(factor, which):
@@ -220,6 +265,8 @@ def test_work_and_traffic_of_known_sizes():
 
 def test_padding_leaves_half():
     assert half_empty(8, 128).tolist() == [8, 24, 40, 56, 72, 88, 104, 120]
+    assert ragged(4, 10).tolist() == [1, 4, 7, 10]
+    assert equal_parts(4096, 8) == [512] * 8 and sum(equal_parts(23, 8)) == 23
 
 
 def test_peak_memory_is_that_of_one_call():

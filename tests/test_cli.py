@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headwise import Causal, Window, draw
-from headwise.backends.native import why_missing
+from headwise.backends.native import MISSING
 from headwise.commands import ASCII, app
 from headwise.steps import walk
 
@@ -44,9 +44,9 @@ def test_a_mask_is_drawn_and_counted():
 
 
 def test_the_kernel_of_a_mask_is_told():
-    how = "backend sdpa" if why_missing() else "the keys of a query as one run, by numbers"
+    how = "backend sdpa" if MISSING else "the keys of a query as one run, by numbers"
     assert how in told("mask", "Causal()", 5).replace("\n ", "")
-    how = "backend sdpa" if why_missing() else "the keys of a query as up to 2 runs"
+    how = "backend sdpa" if MISSING else "the keys of a query as up to 2 runs"
     assert how in told("mask", "Causal() | Prefix(3)", 5).replace("\n ", "")
 
 
@@ -183,7 +183,7 @@ def test_an_explanation_as_json():
     found = json.loads(told("explain", "--length", 5, "--embed-dim", 12, "--heads", 3, "--dtype", "bfloat16", "--json"))
     assert found["dtype"] == "bfloat16"
     assert found["sizes"] == {"B": 1, "T": 5, "S": 5, "E": 12, "H": 3, "K": 3, "D": 4, "V": 4}
-    assert found["backend"] == ("sdpa" if why_missing() else "native")
+    assert found["backend"] == ("sdpa" if MISSING else "native")
     assert found["mask"] == "Full()"
 
 

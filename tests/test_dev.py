@@ -97,7 +97,7 @@ def test_every_extra_exists_has_a_size_and_belongs_to_all(dev):
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(dev.ALL) == set(extras) - {"all"}
+    assert set(dev.ALL) == set(extras) - {"all", "bench-peers"}
     assert set(dev.SIZES) == {"torch", *dev.ALL}
     (everything,) = extras["all"]
     assert set(everything[len("headwise[") : -1].split(",")) == set(dev.ALL)

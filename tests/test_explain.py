@@ -38,7 +38,7 @@ from headwise import (
 )
 from headwise.backends import choose
 from headwise.backends.base import Backend
-from headwise.backends.native import instruction_sets, why_missing
+from headwise.backends.native import MISSING, instruction_sets
 from headwise.caches import KVCache
 from headwise.explain import amount, details, explain
 from headwise.lint import called, lint_mask, look_at
@@ -210,7 +210,7 @@ def test_the_kernel_is_the_one_that_torch_calls():
     assert f"{T} query rows on 3 keys, is_causal=False, no mask tensor" in why
 
 
-@pytest.mark.skipif(why_missing() is not None, reason=f"no kernel here: {why_missing()}")
+@pytest.mark.skipif(MISSING is not None, reason=f"no kernel here: {MISSING}")
 def test_the_call_of_the_own_kernel_is_told():
     query = randn(B, 5, T, D)
     isa = f"the kernel is called with {instruction_sets()[0]} instructions, "

@@ -36,7 +36,7 @@ from headwise import (
     merge_partials,
 )
 from headwise.algebra import evaluate
-from headwise.backends.native import why_missing
+from headwise.backends.native import MISSING
 
 MODES = {
     "training": contextlib.nullcontext,
@@ -628,7 +628,7 @@ def test_auto_takes_the_first_that_can():
         attention(*CALL.tensors(), **given, backend=Spy())
         return ran[0]
 
-    first = "sdpa" if why_missing() else "native"
+    first = "sdpa" if MISSING else "native"
     assert chosen() == first
     assert chosen(score_mods=[CustomScore(lambda s, b, h, q, k: s)]) == "reference"
     assert chosen(dropout_p=0.5) == "sdpa"
@@ -656,17 +656,17 @@ def test_a_backend_of_your_own():
 def test_the_reference_says_when_training_on_it_hurts(monkeypatch):
     monkeypatch.setattr(functional, "LARGE", 2 * 15 * 7 * 11)
     monkeypatch.setattr(functional, "_warned", set())
-    tensors = CALL.tensors()
-    attention(*tensors, score_mods=[Softcap(1.0)])  # no gradient
+    tensors, mods = CALL.tensors(), [CustomScore(lambda score, b, h, q, k: score)]
+    attention(*tensors, score_mods=mods)  # no gradient
     leaves = [leaf(t) for t in tensors]
     attention(*leaves)  # another backend
-    attention(*leaves, score_mods=[Softcap(1.0)], backend="reference")  # asked for
-    with pytest.warns(UserWarning, match=r"holds all 2,310 scores at once.*cannot modify scores \(Softcap\)"):
-        attention(*leaves, score_mods=[Softcap(1.0)])
-    attention(*leaves, score_mods=[Softcap(1.0)])  # once
+    attention(*leaves, score_mods=mods, backend="reference")  # asked for
+    with pytest.warns(UserWarning, match=r"holds all 2,310 scores at once.*cannot modify scores \(CustomScore\)"):
+        attention(*leaves, score_mods=mods)
+    attention(*leaves, score_mods=mods)  # once
     monkeypatch.setattr(functional, "LARGE", 2 * 15 * 7 * 11 + 1)
     monkeypatch.setattr(functional, "_warned", set())
-    attention(*leaves, score_mods=[Softcap(1.0)])
+    attention(*leaves, score_mods=mods)
 
 
 @BACKEND

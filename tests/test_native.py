@@ -28,9 +28,9 @@ from headwise import (
     attention_with_lse,
 )
 from headwise.backends import native
-from headwise.backends.native import Native, instruction_sets, why_missing
+from headwise.backends.native import MISSING, Native, instruction_sets
 
-NEEDS = pytest.mark.skipif(why_missing() is not None, reason=f"no kernel here: {why_missing()}")
+NEEDS = pytest.mark.skipif(MISSING is not None, reason=f"no kernel here: {MISSING}")
 ISA = pytest.mark.parametrize("isa", instruction_sets() or ("none",))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CALLS = {**SHAPES, **SMALL_SHAPES}
@@ -257,6 +257,10 @@ def test_bits_of_half_types_are_those_of_torch():
 X = torch.ones(1, 2, 3, 4)
 
 
+class _Marked(torch.Tensor):
+    """A subclass that does nothing."""
+
+
 def _with_tangent():
     with torch.autograd.forward_ad.dual_level():
         x = torch.autograd.forward_ad.make_dual(X, X)
@@ -265,7 +269,6 @@ def _with_tangent():
 
 REASONS = {
     "it computes in float32, bfloat16 and float16 only": lambda: attention(*[X.double()] * 3, backend=Native()),
-    "its backward is not written yet": lambda: attention(*[X.clone().requires_grad_()] * 3, backend=Native()),
     "it has no dropout yet": lambda: attention(X, X, X, dropout_p=0.5, backend=Native()),
     "its heads have at most 256 features": lambda: attention(*[torch.ones(1, 1, 2, 257)] * 3, backend=Native()),
     "it knows no custom modification of scores": lambda: attention(
@@ -277,9 +280,7 @@ REASONS = {
     "it caps scores before anything else": lambda: attention(
         X, X, X, score_mods=[ALiBi(2), Softcap(1.0)], backend=Native()
     ),
-    "distances that are not those of two runs of positions are not for its kernel": lambda: attention(
-        X, X, X, score_mods=[ALiBi(2)], query_positions=Positions(3, torch.tensor([0])), backend=Native()
-    ),
+    "it reads the memory of plain tensors": lambda: attention(*[_Marked(X)] * 3, backend=Native()),
     "it does not compose with function transforms": lambda: torch.func.vmap(
         lambda x: attention(x, x, x, backend=Native())
     )(X[None]),
@@ -294,6 +295,16 @@ def test_what_it_cannot_do_it_says(reason):
         REASONS[reason]()
 
 
+@NEEDS
+@pytest.mark.filterwarnings("ignore")  # of sizes that become constants
+def test_a_tracer_is_given_what_it_can_see():
+    traced = torch.jit.trace(lambda x: attention(x, x, x), X)
+    other = randn(*X.shape)
+    assert traced(other).allclose(attention(other, other, other), atol=1e-6)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace does not see it"):
+        torch.jit.trace(lambda x: attention(x, x, x, backend=Native()), X)
+
+
 def test_instructions_that_are_not_there_are_refused():
     with pytest.raises(UnsupportedError, match=r"has no instructions 'mmx' on this processor; there are: "):
         Native("mmx")
@@ -301,7 +312,8 @@ def test_instructions_that_are_not_there_are_refused():
 
 def test_without_its_library_it_says_so(monkeypatch):
     gone = "its library was not built when headwise was installed"
-    monkeypatch.setattr(native, "_loaded", lambda: (None, gone))
+    monkeypatch.setattr(native, "KERNEL", None)
+    monkeypatch.setattr(native, "MISSING", gone)
     with pytest.raises(UnsupportedError, match=gone):
         attention(X, X, X, backend=Native())
     assert instruction_sets() == ()

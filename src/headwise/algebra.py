@@ -3,7 +3,6 @@
 True means *may attend*. The masks themselves are in ``masks``.
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -71,7 +70,7 @@ class Mask(ABC):
             raise ShapeError(
                 f"{type(self).__name__} is no dataclass; put @dataclass(frozen=True, eq=False) above the class."
             )
-        return tuple(getattr(self, name) for name in _names(type(self)))
+        return tuple(getattr(self, name) for name in type(self).__dataclass_fields__)
 
     # Two masks are equal when they are of one kind and hold equal numbers; tensors are compared by identity,
     # since comparing their contents would wait for the device.
@@ -203,11 +202,6 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.a!r})" if isinstance(self.a, (And, Or)) else f"~{self.a!r}"
-
-
-@functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind))
 
 
 def spans_of(mask: Mask, queries: Positions, keys: Positions) -> Spans | None:

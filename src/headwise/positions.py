@@ -62,15 +62,10 @@ class Positions:
 
     def __post_init__(self) -> None:
         plain = type(self.count) is type(self.start) is type(self.offset) is int
-        if (
-            plain
-            and not torch.compiler.is_exporting()
-            and 0 <= self.count < LIMIT
-            and -LIMIT < self.start < LIMIT
-            and -LIMIT < self.offset < LIMIT
-        ):
-            if isinstance(self.ring, int) and self.ring == 0 and self.filled is self.indices is self.positions is None:
-                return  # nearly every call comes through here
+        plain = plain and self.filled is self.indices is self.positions is None and not torch.compiler.is_exporting()
+        plain = plain and isinstance(self.ring, int) and self.ring == 0 <= self.count < LIMIT
+        if plain and -LIMIT < self.start < LIMIT and -LIMIT < self.offset < LIMIT:
+            return  # nearly every call comes through here
         if integer(self.count, "The number of tokens") < 0:
             raise ShapeError(f"A run of {self.count} tokens does not exist; give 0 or more.")
         _number(self.start, "The start of a run of tokens")

@@ -236,7 +236,9 @@ class RelativeBias(ScoreMod):
     def lowered(self) -> Lowered:
         far = self.max_distance
         distance = torch.arange(-far, far + 1, device=self.table.device)
-        return Lowered("table", self.table[self.buckets(distance)].T)
+        # wide, so that the gradients of all distances of a bucket are summed before they are rounded
+        table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
+        return Lowered("table", table[self.buckets(distance)].T)
 
     def bind(self, batch: int, heads: int, rows: int, slots: int) -> None:
         if self.num_heads != heads:

@@ -6,7 +6,6 @@ links torch nor Python. What is passed to it is checked here or before: it trust
 
 import contextlib
 import ctypes
-import functools
 import struct
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +28,7 @@ FAR = 2**40  # a bound that bounds nothing
 # hw_call of csrc/kernel.h, field by field
 CALL = struct.Struct(
     "@"
-    "5P"  # query, key, value, out, lse
+    "6P"  # query, key, value, out, rest, lse
     "7q"  # batch, heads, kv_heads, rows, slots, head_dim, v_head_dim
     "12q"  # strides of query, key, value, out
     "4q"  # bounds
@@ -44,7 +43,7 @@ CALL = struct.Struct(
 )
 
 
-GRADIENTS = struct.Struct("@P3qP6P")  # hw_gradients: out_grad, its strides, lse_grad, and what is written
+GRADIENTS = struct.Struct("@P3qP7P")  # hw_gradients: out_grad, its strides, lse_grad, and what is written
 
 
 class Native(Backend):
@@ -74,30 +73,29 @@ class Native(Backend):
             return "it computes on the CPU only"
         if query.dtype not in DTYPES:
             return "it computes in float32, bfloat16 and float16 only"
-        if x.needs_grad and any(tile.requires_grad for tile in x.tiles()):
-            return "it has no gradient of a bias"
         if x.dropout_p > 0:
             return "it has no dropout yet"
         if query.shape[-1] > MOST or x.value.shape[-1] > MOST:
             return "its heads have at most 256 features"
         if torch._C._functorch.maybe_current_level() is not None:
             return "it does not compose with function transforms (vmap, grad, jvp)"
-        if torch._C._get_tracing_state() is not None:
-            return "torch.jit.trace does not see it"
-        if not torch.compiler.is_compiling() and not (_is_plain(query) and _is_plain(x.key) and _is_plain(x.value)):
-            return "it reads the memory of plain tensors, and knows no subclass"
+        if not torch.compiler.is_compiling():
+            if torch._C._get_tracing_state() is not None:
+                return "torch.jit.trace does not see it"
+            if not (_is_plain(query) and _is_plain(x.key) and _is_plain(x.value)):
+                return "it reads the memory of plain tensors, and knows no subclass"
         if forward_ad._current_level >= 0 and any(
             t is not None and forward_ad.unpack_dual(t).tangent is not None
             for t in (query, x.key, x.value, x.sinks, *x.score_tensors())
         ):
             return "it has no forward-mode derivative"
-        return _why_not_modified(x) or _loaded()[1]
+        return _why_not_modified(x) or MISSING
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         wanted, learns = x.lse != "no", x.needs_grad
         call = OPERATOR if learns or _is_watched() else forward
-        given = (*_limits(x), *_modifications(x), x.sinks, x.scale, wanted or learns, self.instructions)
-        out, lse = call(x.query, x.key, x.value, *given)
+        given = (*_limits(x), *_modifications(x), x.sinks, x.scale, wanted or learns, learns, self.instructions)
+        out, lse, _rest = call(x.query, x.key, x.value, *given)
         return out, lse if wanted else None
 
 
@@ -124,8 +122,6 @@ def _why_not_modified(x: Inputs) -> str | None:
         if low is None:
             return "it knows no custom modification of scores"
         kinds.append(low.kind)
-        if low.kind in ("slopes", "table") and not (x.queries.is_run and x.keys.is_run and _in_step(x)):
-            return "distances that are not those of two runs of positions are not for its kernel"
     if any(kinds.count(kind) > 1 for kind in kinds):
         return "it takes one modification of each kind"
     # what comes after the cap only adds, in any order
@@ -134,6 +130,8 @@ def _why_not_modified(x: Inputs) -> str | None:
 
 def _in_step(x: Inputs) -> bool:
     """Whether the distance of a query and a key is known by their rows and slots alone."""
+    if not (x.queries.is_run and x.keys.is_run):
+        return False
     numbers = (x.queries.start, x.queries.offset, x.keys.start, x.keys.offset)
     return x.queries.positions is x.keys.positions is None and not any(isinstance(n, Tensor) for n in numbers)
 
@@ -161,6 +159,10 @@ def _modifications(x: Inputs) -> tuple[Any, ...]:
         return None, None, None, 0, 0.0
     found: dict[str, Any] = {low.kind: low.values for mod in x.score_mods if (low := mod.lowered()) is not None}
     tile, distance = found.get("tile"), 0
+    if ("slopes" in found or "table" in found) and not _in_step(x):  # all that is added, as one bias
+        zeros = torch.zeros((), device=x.query.device).expand(*x.query.shape[:3], x.key.shape[-2])
+        added = tuple(mod for mod in x.score_mods if mod.lowered().kind != "softcap")  # type: ignore[union-attr]
+        return x.modify(zeros, mods=added), None, None, 0, found.get("softcap", 0.0)
     if "slopes" in found or "table" in found:
         distance = x.keys.start + x.keys.offset - x.queries.start - x.queries.offset
     return (
@@ -191,16 +193,20 @@ def forward(
     sinks: Tensor | None,
     scale: float,
     with_lse: bool,
+    with_rest: bool,
     instructions: str,
-) -> tuple[Tensor, Tensor | None]:
-    """Call the kernel: the output, laid out as the last projection reads it, and the log-sum-exp if it is wanted."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Call the kernel: the output, laid out as the last projection reads it.
+
+    With it the log-sum-exp if it is wanted, and what rounding took from the output, which the backward reads.
+    """
     query, key, value = _dense(query), _dense(key), _dense(value)
-    out, lse = _results(query, value.shape[3], with_lse)
+    out, lse, rest = _results(query, value.shape[3], with_lse, with_rest)
     given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    call, _kept = _call(query, key, value, *given, out, lse)
-    if library().hw_forward(call, instructions.encode()):
+    call, _kept = _call(query, key, value, *given, out, lse, rest)
+    if KERNEL.hw_forward(call, instructions.encode()):
         raise NO_MEMORY
-    return out, lse
+    return out, lse, rest
 
 
 def backward(
@@ -208,6 +214,7 @@ def backward(
     lse_grad: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    rest: Tensor,
     wanted: list[bool],
     query: Tensor,
     key: Tensor,
@@ -228,20 +235,23 @@ def backward(
     scale: float,
     instructions: str,
 ) -> list[Tensor]:
-    """The gradients of query, key, value, slopes, table and sinks; those not wanted are empty tensors."""
+    """The gradients of query, key, value, bias, slopes, table and sinks; those not wanted are empty tensors.
+
+    Those of bias, slopes, table and sinks are still to be summed over what is broadcast.
+    """
     query, key, value, out_grad = _dense(query), _dense(key), _dense(value), _dense(out_grad.to(query.dtype))
     given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    call, _kept = _call(query, key, value, *given, out, lse)
+    call, _kept = _call(query, key, value, *given, out, lse, rest if rest.numel() else None)
     if lse_grad is not None:
         lse_grad = lse_grad.float().contiguous()
-    grads = _gradients(query, key, value, slopes, table, sinks, wanted)
+    grads = _gradients(query, key, value, bias, slopes, table, sinks, wanted)
     gradients = GRADIENTS.pack(
         out_grad.data_ptr(),
         *out_grad.stride()[:3],
         0 if lse_grad is None else lse_grad.data_ptr(),
         *(grad.data_ptr() if want else 0 for grad, want in zip(grads, wanted, strict=True)),
     )
-    if library().hw_backward(call, gradients, instructions.encode()):
+    if KERNEL.hw_backward(call, gradients, instructions.encode()):
         raise NO_MEMORY
     return grads
 
@@ -266,6 +276,7 @@ def _call(
     scale: float,
     out: Tensor,
     lse: Tensor | None,
+    rest: Tensor | None,
 ) -> tuple[bytes, list[Tensor]]:
     """A call as the kernel reads it, and the tensors that have to stay alive until it has."""
     batch, heads, rows, head_dim = query.shape
@@ -283,7 +294,8 @@ def _call(
         runs_strides = tuple(n * (m > 1) for n, m in zip(runs.stride()[:3], runs.shape[:3], strict=True))
     return (
         CALL.pack(
-            *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr()),
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()),
+            *(0 if rest is None else rest.data_ptr(), 0 if lse is None else lse.data_ptr()),
             *(batch, heads, kv_heads, rows, slots, head_dim, v_head_dim),
             *query_strides[:3],
             *key_strides[:3],
@@ -315,11 +327,14 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _results(query: Tensor, v_head_dim: int, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _results(
+    query: Tensor, v_head_dim: int, with_lse: bool, with_rest: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     batch, heads, rows = query.shape[:3]
     strides = (rows * heads * v_head_dim, v_head_dim, heads * v_head_dim, 1)
     out = query.new_empty_strided((batch, heads, rows, v_head_dim), strides)
-    return out, query.new_empty((batch, heads, rows), dtype=torch.float32) if with_lse else None
+    lse = query.new_empty((batch, heads, rows), dtype=torch.float32) if with_lse else None
+    return out, lse, torch.empty_like(out) if with_rest and query.dtype != torch.float32 else None
 
 
 def _per_row(bounds: tuple[Tensor | None, ...], batch: int, kept: list[Tensor]) -> tuple[int, ...]:
@@ -347,19 +362,20 @@ _GIVEN = (
     "Tensor? right, Tensor? runs, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, SymInt distance, "
     "float softcap, Tensor? sinks, float scale"
 )
-_LIBRARY.define(f"native({_GIVEN}, bool with_lse, str instructions) -> (Tensor, Tensor)")
+_LIBRARY.define(f"native({_GIVEN}, bool with_lse, bool with_rest, str instructions) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    f"native_backward(Tensor out_grad, Tensor? lse_grad, Tensor out, Tensor lse, bool[] wanted, {_GIVEN}, "
+    f"native_backward(Tensor out_grad, Tensor? lse_grad, Tensor out, Tensor lse, Tensor rest, bool[] wanted, {_GIVEN}, "
     "str instructions) -> Tensor[]"
 )
 OPERATOR = torch.ops.headwise.native.default
 BACKWARD = torch.ops.headwise.native_backward.default
-_LEARN = (0, 1, 2, 11, 12, 15)  # where query, key, value, slopes, table and sinks stand among what is given
+_LEARN = (0, 1, 2, 10, 11, 12, 15)  # where query, key, value, bias, slopes, table and sinks stand in what is given
 
 
-def _operator(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    out, lse = forward(query, *others)
-    return out, _empty(query) if lse is None else lse  # an operator has to return a tensor
+def _operator(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, rest = forward(query, *others)
+    # an operator has to return tensors
+    return out, _empty(query) if lse is None else lse, _empty(query) if rest is None else rest
 
 
 def _empty(like: Tensor) -> Tensor:
@@ -371,47 +387,49 @@ _LIBRARY.impl("native_backward", backward, "CPU")
 
 
 @torch.library.register_fake("headwise::native", lib=_LIBRARY)
-def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _results(query, value.shape[3], others[-2])
-    return out, _empty(query) if lse is None else lse
+def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, rest = _results(query, value.shape[3], *others[-3:-1])
+    return out, _empty(query) if lse is None else lse, _empty(query) if rest is None else rest
 
 
 @torch.library.register_fake("headwise::native_backward", lib=_LIBRARY)
 def _shapes_backward(*args: Any) -> list[Tensor]:
-    given = args[5:]
-    return _gradients(*(given[i] for i in _LEARN), args[4])
+    *_, wanted = args[:6]
+    return _gradients(*(args[6 + i] for i in _LEARN), wanted)
 
 
 def _gradients(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    bias: Tensor | None,
     slopes: Tensor | None,
     table: Tensor | None,
     sinks: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
-    batch, heads = query.shape[:2]
+    batch, heads, rows, slots = *query.shape[:3], key.shape[2]
     grads = []
     for tensor, want in zip((query, key, value), wanted[:3], strict=True):
         shape = tensor.shape
         grads.append(
             tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else _empty(tensor)
         )
-    for values, want in zip((slopes, table, sinks), wanted[3:], strict=True):
+    grads.append(query.new_zeros((batch, heads, rows, slots), dtype=torch.float32) if wanted[3] else _empty(query))
+    for values, want in zip((slopes, table, sinks), wanted[4:], strict=True):
         last = () if values is not table else (values.shape[-1],) if want else ()
         grads.append(query.new_empty((batch, heads, *last), dtype=torch.float32) if want else _empty(query))
     return grads
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
     ctx.rest = [None if isinstance(value, Tensor) else value for value in inputs]
     ctx.save_for_backward(*(inputs[i] for i in ctx.places), *output)
 
 
-def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None) -> tuple[Any, ...]:
-    *tensors, out, lse = ctx.saved_tensors
+def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    *tensors, out, lse, rest = ctx.saved_tensors
     given = list(ctx.rest)
     for i, tensor in zip(ctx.places, tensors, strict=True):
         given[i] = tensor
@@ -419,17 +437,24 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None) -> tuple
     found: list[Tensor | None] = [None] * len(given)
     if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
         leaves = [i for i, want in zip(_LEARN, wanted, strict=True) if want]
-        again = _plain(*given[:-2])
+        again = [pair for pair in zip(_plain(*given[:-3]), (out_grad, lse_grad), strict=True) if pair[0].requires_grad]
         grads = torch.autograd.grad(
-            again, [given[i] for i in leaves], (out_grad, lse_grad), create_graph=True, allow_unused=True
+            [made for made, _ in again],
+            [given[i] for i in leaves],
+            [grad for _, grad in again],
+            create_graph=True,
+            allow_unused=True,
         )
         for i, grad in zip(leaves, grads, strict=True):
             found[i] = grad
         return tuple(found)
-    grads = BACKWARD(out_grad, lse_grad, out, lse, wanted, *given[:-2], given[-1])
+    grads = BACKWARD(out_grad, lse_grad, out, lse, rest, wanted, *given[:-3], given[-1])
     for i, grad, want in zip(_LEARN, grads, wanted, strict=True):
-        if want:  # slopes, table and sinks come for each sequence
-            found[i] = grad if i < 3 else grad.sum(0).to(given[i].dtype).reshape(given[i].shape)
+        if want and i < 3:
+            found[i] = grad
+        elif want:  # slopes, table and sinks come for each sequence
+            grad = grad if i == _LEARN[3] else grad.sum(0)
+            found[i] = grad.sum_to_size(given[i].shape).to(given[i].dtype)
     return tuple(found)
 
 
@@ -498,8 +523,7 @@ def _plain(
     return (weights @ value).to(query.dtype), alive.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
 
 
-@functools.cache
-def _loaded() -> tuple[Any, str | None]:
+def _load() -> tuple[Any, str | None]:
     """The library, or why it is not there."""
     places = [Path(__file__).parent]
     with contextlib.suppress(metadata.PackageNotFoundError):
@@ -521,14 +545,7 @@ def _loaded() -> tuple[Any, str | None]:
     return kernel, None
 
 
-def library() -> Any:
-    """The loaded library; None where there is none."""
-    return _loaded()[0]
-
-
-def why_missing() -> str | None:
-    """Why the library is not there; None when it is."""
-    return _loaded()[1]
+KERNEL, MISSING = _load()  # MISSING is why it is not there
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -539,4 +556,4 @@ def instruction_sets() -> tuple[str, ...]:
         >>> "portable" in instruction_sets() or instruction_sets() == ()
         True
     """
-    return () if library() is None else tuple(library().hw_instructions().decode().split())
+    return () if KERNEL is None else tuple(KERNEL.hw_instructions().decode().split())
