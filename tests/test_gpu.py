@@ -311,7 +311,8 @@ def test_what_sdpa_does_not_run_here_the_reference_does():
         assert reason is not None
         with pytest.raises(UnsupportedError, match=re.escape(reason)):
             run("sdpa")
-        assert run("auto").equal(run("reference")) and run("reference").equal(want)
+        able = next(name for name, why in probe.reasons.items() if why is None)  # the CPU has a kernel between them
+        assert run("auto").equal(run(able)) and run("reference").equal(want)
 
 
 # --- what must not be seen

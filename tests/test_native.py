@@ -18,7 +18,6 @@ from headwise import (
     Document,
     Full,
     Padding,
-    Positions,
     Prefix,
     RelativeBias,
     Softcap,
@@ -293,16 +292,6 @@ REASONS = {
 def test_what_it_cannot_do_it_says(reason):
     with pytest.raises(UnsupportedError, match=reason.replace("(", r"\(")):
         REASONS[reason]()
-
-
-@NEEDS
-@pytest.mark.filterwarnings("ignore")  # of sizes that become constants
-def test_a_tracer_is_given_what_it_can_see():
-    traced = torch.jit.trace(lambda x: attention(x, x, x), X)
-    other = randn(*X.shape)
-    assert traced(other).allclose(attention(other, other, other), atol=1e-6)
-    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace does not see it"):
-        torch.jit.trace(lambda x: attention(x, x, x, backend=Native()), X)
 
 
 def test_instructions_that_are_not_there_are_refused():

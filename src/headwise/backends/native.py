@@ -79,11 +79,8 @@ class Native(Backend):
             return "its heads have at most 256 features"
         if torch._C._functorch.maybe_current_level() is not None:
             return "it does not compose with function transforms (vmap, grad, jvp)"
-        if not torch.compiler.is_compiling():
-            if torch._C._get_tracing_state() is not None:
-                return "torch.jit.trace does not see it"
-            if not (_is_plain(query) and _is_plain(x.key) and _is_plain(x.value)):
-                return "it reads the memory of plain tensors, and knows no subclass"
+        if not torch.compiler.is_compiling() and not (_is_plain(query) and _is_plain(x.key) and _is_plain(x.value)):
+            return "it reads the memory of plain tensors, and knows no subclass"
         if forward_ad._current_level >= 0 and any(
             t is not None and forward_ad.unpack_dual(t).tangent is not None
             for t in (query, x.key, x.value, x.sinks, *x.score_tensors())
@@ -157,7 +154,10 @@ def _modifications(x: Inputs) -> tuple[Any, ...]:
     """What is done to the scores: a bias, slopes, a table, how far slot 0 is from row 0, and a cap."""
     if not x.score_mods:
         return None, None, None, 0, 0.0
-    found: dict[str, Any] = {low.kind: low.values for mod in x.score_mods if (low := mod.lowered()) is not None}
+    found: dict[str, Any] = {}
+    for mod in x.score_mods:
+        low: Any = mod.lowered()
+        found[low.kind] = low.values
     tile, distance = found.get("tile"), 0
     if ("slopes" in found or "table" in found) and not _in_step(x):  # all that is added, as one bias
         zeros = torch.zeros((), device=x.query.device).expand(*x.query.shape[:3], x.key.shape[-2])
