@@ -14,4 +14,4 @@ ln -sf "$PWD/$build/kernel.so" "$placed"
 # the sanitizer has to be loaded before Python; Python's and torch's own leaks are not ours
 LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    "${PYTHON:-.venv/bin/python}" -m pytest tests/test_native.py -m "not slow" -x -q --capture=sys "$@"
+    "${PYTHON:-.venv/bin/python}" -m pytest tests/test_native.py tests/test_backends.py -m "not slow" -x -q --capture=sys "$@"

@@ -105,7 +105,7 @@ def _is_watched() -> bool:
     return (
         torch.compiler.is_compiling()
         or _python_dispatch._get_current_dispatch_mode() is not None
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     )
 
 
@@ -158,7 +158,8 @@ def _modifications(x: Inputs) -> tuple[Any, ...]:
     for mod in x.score_mods:
         low: Any = mod.lowered()
         found[low.kind] = low.values
-    tile, distance = found.get("tile"), 0
+    tile = found.get("tile")
+    distance: Any = 0
     if ("slopes" in found or "table" in found) and not _in_step(x):  # all that is added, as one bias
         zeros = torch.zeros((), device=x.query.device).expand(*x.query.shape[:3], x.key.shape[-2])
         added = tuple(mod for mod in x.score_mods if mod.lowered().kind != "softcap")  # type: ignore[union-attr]
@@ -286,7 +287,8 @@ def _call(
     size = (batch, heads, rows, slots)
     kept: list[Tensor] = []
     per_row = NOTHING if first is last is left is right is None else _per_row((first, last, left, right), batch, kept)
-    runs_at, runs_strides, run_count = 0, NOTHING[:3], 0
+    runs_at, run_count = 0, 0
+    runs_strides: tuple[int, ...] = NOTHING[:3]
     if runs is not None:
         runs = runs.to("cpu", torch.int32).contiguous()
         kept.append(runs)
@@ -394,8 +396,8 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Te
 
 @torch.library.register_fake("headwise::native_backward", lib=_LIBRARY)
 def _shapes_backward(*args: Any) -> list[Tensor]:
-    *_, wanted = args[:6]
-    return _gradients(*(args[6 + i] for i in _LEARN), wanted)
+    query, key, value, bias, slopes, table, sinks = (args[6 + i] for i in _LEARN)
+    return _gradients(query, key, value, bias, slopes, table, sinks, args[5])
 
 
 def _gradients(
@@ -416,9 +418,9 @@ def _gradients(
             tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else _empty(tensor)
         )
     grads.append(query.new_zeros((batch, heads, rows, slots), dtype=torch.float32) if wanted[3] else _empty(query))
-    for values, want in zip((slopes, table, sinks), wanted[4:], strict=True):
-        last = () if values is not table else (values.shape[-1],) if want else ()
-        grads.append(query.new_empty((batch, heads, *last), dtype=torch.float32) if want else _empty(query))
+    lengths = ((), () if table is None else (table.shape[-1],), ())
+    for length, want in zip(lengths, wanted[4:], strict=True):
+        grads.append(query.new_empty((batch, heads, *length), dtype=torch.float32) if want else _empty(query))
     return grads
 
 
