@@ -177,12 +177,16 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     if (!open[k]) hide(x, b, h, t, y.sees[t], at + from[k], wanted, weights, seen);
                     for (int64_t c = wanted; c < whole; ++c) weights[c] = NONE;
                     const float lse = y.lse[t], delta = y.delta[t];
+                    float keep[TILE];
+                    if (x->keep > 0) drop(x, b, h, t, at + from[k], wanted, keep);
+                    for (int64_t c = wanted; c < whole; ++c) keep[c] = 0;
                     for (int64_t c = 0; c < whole; c += LANES) {
                         const vec score = load(weights + c);
                         const ints hidden = score == NONE;  // its gradient is 0, whatever stands there
                         const vec weight = (vec)((ints)exp2(score - lse) & ~hidden);
-                        store(weights + c, weight);
-                        store(grads + c, (vec)((ints)(weight * (load(grads + c) - delta)) & ~hidden));
+                        const vec kept = x->keep > 0 ? load(keep + c) : all(1);
+                        store(weights + c, weight * kept);
+                        store(grads + c, (vec)((ints)(weight * (load(grads + c) * kept - delta)) & ~hidden));
                     }
                     if (slope_grad || table_grad) {
                         const int64_t away = at + from[k] + x->distance - t, middle = x->table_size / 2;

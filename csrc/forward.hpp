@@ -309,6 +309,32 @@ void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64
     shift(x, b, h, t, at, n, s);
 }
 
+// ---- dropout
+
+// What dropout multiplies the weights of a row by, by Philox4x32-10 (src/headwise/philox.py says by which counter): the
+// same whatever is computed together. The loops over groups of four keys are for the compiler's vectors.
+void drop(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *by) {
+    constexpr int MANY = SPLIT / 4 + 8;
+    const int64_t first = x->first_key + at, base = first >> 2, groups = ((first + n - 1) >> 2) - base + 1;
+    uint32_t c0[MANY], c1[MANY], c2[MANY], c3[MANY];
+    const uint32_t query = (uint32_t)(x->first_query + t), head = (uint32_t)(x->first_head + h), row = (uint32_t)b;
+    for (int64_t i = 0; i < groups; ++i) c0[i] = (uint32_t)(base + i), c1[i] = query, c2[i] = head, c3[i] = row;
+    uint32_t k0 = (uint32_t)x->seed, k1 = (uint32_t)(x->seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+        for (int64_t i = 0; i < groups; ++i) {
+            const uint64_t even = (uint64_t)c0[i] * 0xD2511F53u, odd = (uint64_t)c2[i] * 0xCD9E8D57u;
+            c0[i] = (uint32_t)(odd >> 32) ^ c1[i] ^ k0, c1[i] = (uint32_t)odd;
+            c2[i] = (uint32_t)(even >> 32) ^ c3[i] ^ k1, c3[i] = (uint32_t)even;
+        }
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    const uint32_t *words[4] = {c0, c1, c2, c3};
+    for (int64_t c = 0; c < n; ++c) {
+        const int64_t k = first + c;
+        by[c] = words[k & 3][(k >> 2) - base] < x->threshold ? 0 : x->keep;
+    }
+}
+
 // ---- the softmax of a row, which goes on from tile to tile
 
 struct state { float top, sum; };
@@ -529,6 +555,11 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
                 if (modified) modify(x, b, h, first + r, at + from[g], wanted, row, later);
                 if (!open[g]) hide(x, b, h, first + r, y.sees[r], at + from[g], wanted, row, seen + from[g]);
                 const float by = soften(y.row[r], row, wanted, modified ? 1 : later);
+                if (x->keep > 0) {  // after the softmax: its sum is of all weights
+                    float by_keep[TILE];
+                    drop(x, b, h, first + r, at + from[g], wanted, by_keep);
+                    for (int64_t c = 0; c < wanted; ++c) row[c] *= by_keep[c];
+                }
                 if (DUAL) narrow(row, wanted);
                 if (by != 1)
                     for (int64_t i = 0; i < wide; i += LANES) store(y.out + r * wide + i, load(y.out + r * wide + i) * by);
@@ -639,6 +670,11 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         if (!every) hide(x, b, h, t, sees[r], at, n, scores + r * SPLIT, seen);
         state row = {NONE, 0};
         soften(row, scores + r * SPLIT, n, 1);
+        if (x->keep > 0) {
+            float by[SPLIT];
+            drop(x, b, h, t, at, n, by);
+            for (int64_t c = 0; c < n; ++c) scores[r * SPLIT + c] *= by[c];
+        }
         memory[r * each] = row.top, memory[r * each + 1] = row.sum;
     }
     for (int64_t c = 0; c < n; c += LANES) {

@@ -35,6 +35,9 @@ typedef struct {
     int64_t table_size;
     int64_t distance;                             /* position of slot 0 less that of row 0 */
     const float *sinks;                           /* H; NULL for none */
+    uint64_t seed, threshold;                     /* a weight whose word is below the threshold is dropped */
+    int64_t first_query, first_key, first_head;   /* index of row 0, of slot 0, number of head 0: what the word depends on */
+    float keep;                                   /* what the other weights are multiplied by; 0 for no dropout */
     float scale;
     float softcap;                                /* comes first; 0 for none */
     int32_t dtype;

@@ -6,6 +6,7 @@ links torch nor Python. What is passed to it is checked here or before: it trust
 
 import contextlib
 import ctypes
+import math
 import struct
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
+from headwise import philox
 from headwise.backends.base import Backend, Inputs
 from headwise.errors import UnsupportedError
 
@@ -39,7 +41,8 @@ CALL = struct.Struct(
     "PPq"  # slopes, table and its size
     "q"  # distance
     "P"  # sinks
-    "ffii"  # scale, softcap, dtype, threads
+    "QQ3q"  # seed, threshold, first_query, first_key, first_head
+    "fffii0q"  # keep, scale, softcap, dtype, threads
 )
 
 
@@ -73,8 +76,8 @@ class Native(Backend):
             return "it computes on the CPU only"
         if query.dtype not in DTYPES:
             return "it computes in float32, bfloat16 and float16 only"
-        if x.dropout_p > 0:
-            return "it has no dropout yet"
+        if x.dropout_p > 0 and not (x.queries.is_run and x.keys.is_run and _starts_at_numbers(x)):
+            return "its dropout is for runs of tokens that start at the same number in each sequence"
         if query.shape[-1] > MOST or x.value.shape[-1] > MOST:
             return "its heads have at most 256 features"
         if torch._C._functorch.maybe_current_level() is not None:
@@ -91,7 +94,16 @@ class Native(Backend):
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         wanted, learns = x.lse != "no", x.needs_grad
         call = OPERATOR if learns or _is_watched() else forward
-        given = (*_limits(x), *_modifications(x), x.sinks, x.scale, wanted or learns, learns, self.instructions)
+        given = (
+            *_limits(x),
+            *_modifications(x),
+            x.sinks,
+            x.scale,
+            *_dropout(x),
+            wanted or learns,
+            learns,
+            self.instructions,
+        )
         out, lse, _rest = call(x.query, x.key, x.value, *given)
         return out, lse if wanted else None
 
@@ -123,6 +135,22 @@ def _why_not_modified(x: Inputs) -> str | None:
         return "it takes one modification of each kind"
     # what comes after the cap only adds, in any order
     return "it caps scores before anything else" if "softcap" in kinds[1:] else None
+
+
+def _starts_at_numbers(x: Inputs) -> bool:
+    return not isinstance(x.queries.start, Tensor) and not isinstance(x.keys.start, Tensor)
+
+
+def _dropout(x: Inputs) -> tuple[Any, ...]:
+    """The probability, the seed, and where the rule begins to count queries, keys and heads."""
+    if x.dropout_p == 0:
+        return 0.0, None, [0, 0, 0]
+    seed = x.seed
+    if seed is None:  # one number of torch's generator
+        seed = torch.randint(2**63 - 1, ())
+    elif not isinstance(seed, Tensor):
+        seed = torch.tensor(seed - 2**64 * (seed >= 2**63))
+    return x.dropout_p, seed, [x.queries.start, x.keys.start, x.head_offset]
 
 
 def _in_step(x: Inputs) -> bool:
@@ -193,6 +221,9 @@ def forward(
     softcap: float,
     sinks: Tensor | None,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    starts: list[int],
     with_lse: bool,
     with_rest: bool,
     instructions: str,
@@ -204,7 +235,8 @@ def forward(
     query, key, value = _dense(query), _dense(key), _dense(value)
     out, lse, rest = _results(query, value.shape[3], with_lse, with_rest)
     given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    call, _kept = _call(query, key, value, *given, out, lse, rest)
+    dropout = (dropout_p, seed, starts)
+    call, _kept = _call(query, key, value, *given, *dropout, out, lse, rest)
     if KERNEL.hw_forward(call, instructions.encode()):
         raise NO_MEMORY
     return out, lse, rest
@@ -234,6 +266,9 @@ def backward(
     softcap: float,
     sinks: Tensor | None,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    starts: list[int],
     instructions: str,
 ) -> list[Tensor]:
     """The gradients of query, key, value, bias, slopes, table and sinks; those not wanted are empty tensors.
@@ -242,7 +277,8 @@ def backward(
     """
     query, key, value, out_grad = _dense(query), _dense(key), _dense(value), _dense(out_grad.to(query.dtype))
     given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    call, _kept = _call(query, key, value, *given, out, lse, rest if rest.numel() else None)
+    dropout = (dropout_p, seed, starts)
+    call, _kept = _call(query, key, value, *given, *dropout, out, lse, rest if rest.numel() else None)
     if lse_grad is not None:
         lse_grad = lse_grad.float().contiguous()
     grads = _gradients(query, key, value, bias, slopes, table, sinks, wanted)
@@ -275,6 +311,9 @@ def _call(
     softcap: float,
     sinks: Tensor | None,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    starts: list[int],
     out: Tensor,
     lse: Tensor | None,
     rest: Tensor | None,
@@ -314,6 +353,11 @@ def _call(
             *((0, 0) if table is None else (_numbers(table, kept), table.shape[-1])),
             distance,
             0 if sinks is None else _numbers(sinks, kept),
+            *(
+                NO_DROPOUT
+                if seed is None
+                else (int(seed) % 2**64, math.ceil(dropout_p * 2**32), *starts, 1 / (1 - dropout_p))
+            ),
             *(scale, softcap, DTYPES[query.dtype], torch.get_num_threads()),
         ),
         kept,
@@ -323,6 +367,7 @@ def _call(
 NO_MEMORY = MemoryError("The CPU kernel found no memory for what it packs; make some free.")
 NOTHING = (0, 0, 0, 0)
 NO_TILE = (0, 0, 0, 0, 0)
+NO_DROPOUT = (0, 0, 0, 0, 0, 0.0)
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -362,7 +407,7 @@ _LIBRARY = torch.library.Library("headwise", "DEF")
 _GIVEN = (
     "Tensor query, Tensor key, Tensor value, SymInt[] bounds, Tensor? first, Tensor? last, Tensor? left, "
     "Tensor? right, Tensor? runs, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? table, SymInt distance, "
-    "float softcap, Tensor? sinks, float scale"
+    "float softcap, Tensor? sinks, float scale, float dropout_p, Tensor? seed, SymInt[] starts"
 )
 _LIBRARY.define(f"native({_GIVEN}, bool with_lse, bool with_rest, str instructions) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
@@ -481,6 +526,9 @@ def _plain(
     softcap: float,
     sinks: Tensor | None,
     scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    starts: list[int],
 ) -> tuple[Tensor, Tensor]:
     """The same by the formula, in operations of torch that can be differentiated to any order."""
     rows, slots, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
@@ -522,6 +570,10 @@ def _plain(
     nothing = (scores == -torch.inf).all(-1, keepdim=True)
     alive = scores.masked_fill(nothing, 0)
     weights = alive.softmax(-1).masked_fill(nothing, 0)[..., :slots]
+    if seed is not None:
+        b, h = torch.arange(query.shape[0])[:, None, None, None], torch.arange(query.shape[1])[:, None, None]
+        kept = philox.keeps(seed, dropout_p, b, h + starts[2], t + starts[0], s + starts[1])
+        weights = torch.where(kept, weights / (1 - dropout_p), 0)
     return (weights @ value).to(query.dtype), alive.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)
 
 
