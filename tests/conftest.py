@@ -51,8 +51,6 @@ def _doctest_names(doctest_namespace):
 
 # What the kernel does not do yet, while the tests of all backends ask for it; test_native.py proves what it does.
 NOT_YET = (
-    "its backward is not written yet",
-    "it has no dropout yet",
     "it computes in float32, bfloat16 and float16 only",
     "its library was not built when headwise was installed",
 )

@@ -1,5 +1,6 @@
 """The CPU kernel, forward: on every instruction set of this processor, against the reference by the tolerance rule."""
 
+import copy
 import math
 import random
 
@@ -24,6 +25,7 @@ from headwise import (
     UnsupportedError,
     Window,
     attention,
+    attention_weights,
     attention_with_lse,
 )
 from headwise.backends import native
@@ -54,6 +56,48 @@ def check(isa, query, key, value, dtype=None, **options):
         alive = three[1] > -torch.inf
         assert ((three[0] == -torch.inf) == ~alive).all(), what
         assert_as_good_as(*(t[alive] for t in three), terms=terms, what=what)
+
+
+def check_gradients(isa, query, key, value, *, score_mods=(), sinks=None, **options):
+    """Gradients of everything, through the output and the log-sum-exp, as near to float64 as the rule asks."""
+    shape = (*query.shape[:3], value.shape[-1])
+    out_grad, lse_grad = torch.randn(shape).to(query.dtype), torch.randn(shape[:3]) * 0.3
+
+    def found(kind, backend):
+        leaves = [t.detach().to(kind).requires_grad_() for t in (query, key, value)]
+        if sinks is not None:
+            leaves.append(sinks.detach().to(torch.promote_types(kind, torch.float32)).requires_grad_())
+        mods = [copy.deepcopy(mod).to(torch.promote_types(kind, torch.float32)) for mod in score_mods]
+        given = {"sinks": leaves[3] if sinks is not None else None, "score_mods": mods, "backend": backend}
+        out, lse = attention_with_lse(*leaves[:3], **given, **options)
+        total = (out.to(lse.dtype) * out_grad).sum() + (lse.masked_fill(lse == -torch.inf, 0) * lse_grad).sum()
+        wanted = (*leaves, *(p for mod in mods for p in mod.parameters()))
+        return torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+
+    # the size of the terms of the sums, before anything cancels
+    group, scale = query.shape[1] // key.shape[1], 2 * query.shape[-1] ** -0.5
+    wide, dropped = [t.detach().double() for t in (query, key, value)], 1 - options.get("dropout_p", 0.0)
+    place = {name: options[name] for name in ("mask",) if name in options}
+    mods = [copy.deepcopy(mod).double().requires_grad_(False) for mod in score_mods]
+    weights = attention_weights(*wide, score_mods=mods, sinks=None if sinks is None else sinks.double(), **place)
+    q2, k2, v2 = (t.square() for t in (wide[0], *(t.repeat_interleave(group, 1) for t in wide[1:])))
+    score = weights.square() * (out_grad.double().square() @ v2.mT / dropped**2 + lse_grad.double().square()[..., None])
+
+    def largest(squares):
+        return squares.unflatten(1, (-1, group)).sum(2).max().sqrt().item()
+
+    inner = [
+        scale * (score @ k2).max().sqrt().item(),
+        scale * largest(score.mT @ q2),
+        largest((weights / dropped).square().mT @ out_grad.double().square()),
+        *([score.sum((0, 2, 3)).max().sqrt().item()] if sinks is not None else []),
+    ]
+    terms = max(query.shape[-1], key.shape[-2], value.shape[-1], query.shape[-2] * group)
+    three = found(query.dtype, Native(isa)), found(torch.float64, "reference"), found(torch.float32, "reference")
+    sums = score.sum((0, 2, 3)).max().sqrt().item()  # of a parameter: all rows of a head
+    for number, (got, exact, plain) in enumerate(zip(*three, strict=True)):
+        size = inner[number] if number < len(inner) else sums
+        assert_as_good_as(got, exact, plain, terms=terms, inner=size, what=f"gradient {number}")
 
 
 AXES = {
@@ -142,19 +186,24 @@ def random_call(draw):
     mods = [
         *([Softcap(draw.choice([0.5, 5.0, 30.0]))] * (draw.random() < 0.2)),
         *([ALiBi(heads)] * (draw.random() < 0.2)),
-        *([RelativeBias(heads, num_buckets=8, max_distance=20).requires_grad_(False)] * (draw.random() < 0.2)),
-        *([Bias(bias)] * (draw.random() < 0.2)),
+        *([RelativeBias(heads, num_buckets=8, max_distance=20)] * (draw.random() < 0.2)),
+        *([Bias(torch.nn.Parameter(bias))] * (draw.random() < 0.2)),
     ]
-    sinks = torch.randn(heads) if draw.random() < 0.3 else None
-    return tensors, {"mask": draw.choice(masks), "score_mods": mods, "sinks": sinks}
+    options = {"mask": draw.choice(masks), "score_mods": mods, "sinks": None}
+    if draw.random() < 0.3:
+        options["sinks"] = torch.randn(heads)
+    if draw.random() < 0.2:
+        options |= {"dropout_p": draw.choice([0.1, 0.5]), "seed": draw.randrange(2**64)}
+    return tensors, options
 
 
-def _random_calls(seed, isa, count):
+def _random_calls(seed, isa, count, checks=(check, check_gradients)):
     draw = random.Random(seed)
     for number in range(count):
         tensors, options = random_call(draw)
         try:
-            check(isa, *tensors, **options)
+            for kind in checks:
+                kind(isa, *tensors, **options)
         except AssertionError as error:
             shapes = [tuple(t.shape) for t in tensors]
             raise AssertionError(f"call {number} of seed {seed}: {shapes}, {tensors[0].dtype}, {options}") from error
@@ -185,7 +234,10 @@ def test_threads_do_not_change_a_bit(isa):
             results = []
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
-                results.append(attention_with_lse(*tensors, backend=Native(isa), **options))
+                leaves = [t.detach().clone().requires_grad_() for t in tensors]
+                found = attention_with_lse(*leaves, backend=Native(isa), **options)
+                alive = found[1].masked_fill(found[1] == -torch.inf, 0)
+                results.append((*found, *torch.autograd.grad(found[0].sum() + alive.sum(), leaves)))
             for other in results[1:]:
                 assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     finally:
@@ -268,7 +320,9 @@ def _with_tangent():
 
 REASONS = {
     "it computes in float32, bfloat16 and float16 only": lambda: attention(*[X.double()] * 3, backend=Native()),
-    "it has no dropout yet": lambda: attention(X, X, X, dropout_p=0.5, backend=Native()),
+    "its dropout is for runs of tokens that start at the same number": lambda: attention(
+        X, X, X, dropout_p=0.5, query_positions=Positions(3, torch.tensor([0])), backend=Native()
+    ),
     "its heads have at most 256 features": lambda: attention(*[torch.ones(1, 1, 2, 257)] * 3, backend=Native()),
     "it knows no custom modification of scores": lambda: attention(
         X, X, X, score_mods=[CustomScore(lambda score, b, h, q, k: score)], backend=Native()
