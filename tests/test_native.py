@@ -19,6 +19,7 @@ from headwise import (
     Document,
     Full,
     Padding,
+    Positions,
     Prefix,
     RelativeBias,
     Softcap,
