@@ -258,11 +258,17 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
     }
     if (x->mask) {
         const uint8_t *p = x->mask + b * x->mask_stride[0] + h * x->mask_stride[1] + t * x->mask_stride[2] + at * x->mask_stride[3];
-        for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->mask_stride[3]] != 0;
+        if (x->mask_stride[3] == 1)  // by itself, for vectors
+            for (int64_t c = 0; c < n; ++c) open[c] &= p[c] != 0;
+        else
+            for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->mask_stride[3]] != 0;
     }
     if (x->bias) {
         const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
-        for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->bias_stride[3]] != NONE;
+        if (x->bias_stride[3] == 1)
+            for (int64_t c = 0; c < n; ++c) open[c] &= p[c] != NONE;
+        else
+            for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->bias_stride[3]] != NONE;
     }
     for (int64_t c = 0; c < n; ++c) {
         s[c] = open[c] ? s[c] : NONE;
@@ -296,7 +302,10 @@ void shift(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_
     }
     if (x->bias) {
         const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
-        for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
+        if (x->bias_stride[3] == 1)
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c];
+        else
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
     }
     for (int64_t c = 0; c < n; ++c) s[c] *= LOG2E;
 }
