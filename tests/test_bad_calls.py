@@ -61,6 +61,7 @@ from headwise import (
     parse,
     rotate,
 )
+from headwise.backends.native import MISSING
 from headwise.convert import fused
 
 pytestmark = pytest.mark.plain
@@ -68,6 +69,7 @@ pytestmark = pytest.mark.plain
 B, H, K, T, S, D, V = 2, 6, 3, 7, 11, 4, 5
 query, key, value = torch.ones(B, H, T, D), torch.ones(B, K, S, D), torch.ones(B, K, S, V)
 tokens = torch.ones(B, T, 12)
+ABLE = "reference" if MISSING else "native, reference"
 given = {"query": query, "key": key, "value": value}
 meta = torch.device("meta")
 booleans = torch.ones(T, S, dtype=torch.bool)
@@ -694,11 +696,11 @@ NUMBERS = (
     ("wrong seed without dropout", lambda: call(seed=1.5),
         "A seed is float; give a whole number, or None for torch's generator."),
     ("unknown backend", lambda: call(backend="flash"),
-        "There is no backend 'flash'; there are auto, sdpa, reference."),
+        "There is no backend 'flash'; there are auto, native, sdpa, reference."),
     ("backend in capitals", lambda: call(backend="SDPA"),
-        "There is no backend 'SDPA'; there are auto, sdpa, reference."),
+        "There is no backend 'SDPA'; there are auto, native, sdpa, reference."),
     ("no backend", lambda: call(backend=None),
-        "There is no backend None; there are auto, sdpa, reference."),
+        "There is no backend None; there are auto, native, sdpa, reference."),
     ("backend as a class", lambda: call(backend=Silent),
         "backend=Silent is a class; call it, or give its name."),
     ("backend that forgets the log-sum-exp", lambda: attention_with_lse(query, key, value, backend=Silent()),
@@ -1027,7 +1029,7 @@ LAYERS = (
     ("slopes of two heads", lambda: layer(score_mods=[ALiBi(2)]),
         "ALiBi is for 2 heads, the layer has 3; make them equal."),
     ("unknown backend", lambda: layer(backend="x"),
-        "There is no backend 'x'; there are auto, sdpa, reference."),
+        "There is no backend 'x'; there are auto, native, sdpa, reference."),
     ("whole weights", lambda: layer(dtype=torch.int32),
         "dtype=torch.int32 cannot hold weights; give a floating point dtype such as torch.float32."),
     ("complex weights", lambda: layer(dtype=torch.complex64),
@@ -1131,13 +1133,13 @@ UNSUPPORTED = (
     ("modification without a forward", lambda: call(score_mods=[ScoreMod()]),
         "ScoreMod has no forward(score, b, h, q, k); write one."),
     ("backend that cannot cap", lambda: call(backend="sdpa", score_mods=[Softcap(3.0)]),
-        "Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: reference."),
+        f"Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: {ABLE}."),
     ("backend that has no seed", lambda: call(backend="sdpa", dropout_p=0.5, seed=1),
         "Backend 'sdpa' cannot run this call: its dropout follows torch's generator and cannot follow a "
-        "seed. These can: reference."),
+        f"seed. These can: {ABLE}."),
     ("backend without a gradient of the log-sum-exp",
         lambda: attention_with_lse(query.clone().requires_grad_(), key, value, backend="sdpa"),
-        "Backend 'sdpa' cannot run this call: its log-sum-exp has no gradient. These can: reference."),
+        f"Backend 'sdpa' cannot run this call: its log-sum-exp has no gradient. These can: {ABLE}."),
     ("backend in a function transform",
         lambda: torch.vmap(lambda q: attention(q, q, q, backend="sdpa"))(query[None]),
         "Backend 'sdpa' cannot run this call: its kernels do not compose with function transforms (vmap, "
@@ -1147,7 +1149,7 @@ UNSUPPORTED = (
         "Backend 'sdpa' cannot run this call: its kernels do not compose with function transforms (vmap, "
         "grad, jvp). These can: reference."),
     ("layer: backend that cannot cap", lambda: layer(score_mods=[Softcap(2.0)], backend="sdpa")(tokens),
-        "Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: reference."),
+        f"Backend 'sdpa' cannot run this call: it cannot modify scores (Softcap). These can: {ABLE}."),
 )
 SAVED = (
     ("configuration as text", lambda: MultiHeadAttention.from_config("{}"), ShapeError,
@@ -1165,7 +1167,7 @@ SAVED = (
     ("mask that is no text", lambda: built(mask=Causal()), ShapeError,
         "A mask text is Causal; give a string such as 'Causal() & Window(3)'."),
     ("configuration of an unknown backend", lambda: built(backend="x"), ShapeError,
-        "There is no backend 'x'; there are auto, sdpa, reference."),
+        "There is no backend 'x'; there are auto, native, sdpa, reference."),
     ("one modification in a configuration", lambda: built(score_mods={"kind": "Softcap", "cap": 2.0}), ShapeError,
         "score_mods of a configuration is dict; give a list of dicts."),
     ("modification by its name alone", lambda: built(score_mods=["Softcap"]), ShapeError,

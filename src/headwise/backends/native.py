@@ -131,8 +131,6 @@ def _why_not_modified(x: Inputs) -> str | None:
         if low is None:
             return "it knows no custom modification of scores"
         kinds.append(low.kind)
-    if any(kinds.count(kind) > 1 for kind in kinds):
-        return "it takes one modification of each kind"
     # what comes after the cap only adds, in any order
     return "it caps scores before anything else" if "softcap" in kinds[1:] else None
 
@@ -183,12 +181,14 @@ def _modifications(x: Inputs) -> tuple[Any, ...]:
     if not x.score_mods:
         return None, None, None, 0, 0.0
     found: dict[str, Any] = {}
+    again = False  # a second one of a kind
     for mod in x.score_mods:
         low: Any = mod.lowered()
+        again = again or low.kind in found
         found[low.kind] = low.values
     tile = found.get("tile")
     distance: Any = 0
-    if ("slopes" in found or "table" in found) and not _in_step(x):  # all that is added, as one bias
+    if again or (("slopes" in found or "table" in found) and not _in_step(x)):  # all that is added, as one bias
         zeros = torch.zeros((), device=x.query.device).expand(*x.query.shape[:3], x.key.shape[-2])
         added = tuple(mod for mod in x.score_mods if mod.lowered().kind != "softcap")  # type: ignore[union-attr]
         return x.modify(zeros, mods=added), None, None, 0, found.get("softcap", 0.0)
