@@ -36,7 +36,7 @@ inline void add_of(int64_t rows, int64_t n, const float *a, int64_t a_stride, co
 // What a task holds; query and out_grad are of all its rows, keys and values of a tile.
 struct work {
     float *query, *out_grad, *query_grad, *delta, *lse;
-    float *keys, *values, *key_panels, *value_panels, *key_grad, *value_grad;
+    float *keys, *key_panels, *value_panels, *key_grad, *value_grad;
     float *weights, *score_grad;
     range *sees;
     uint8_t *seen;

@@ -26,7 +26,7 @@ typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));  // whose sums may wrap around
 
 constexpr int WIDE = 2 * LANES;     // columns of a register tile
-constexpr int BLOCK = 384;    // query rows of a task, which share the packed keys and values
+constexpr int BLOCK = 384;          // query rows of a task, which share the packed keys and values
 constexpr int TILE = 128;           // keys packed at once
 constexpr int SPLIT = 512;          // keys of a task where queries are few: fixed, so that threads do not change the sums
 constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few, if keys are not
