@@ -1,4 +1,4 @@
-"""The CPU kernel, forward and backward: on every instruction set of this processor, against the reference by the tolerance rule."""
+"""The CPU kernel, forward and backward, on every instruction set of this processor, by the tolerance rule."""
 
 import copy
 import math

@@ -203,40 +203,16 @@ def _modifications(x: Inputs) -> tuple[Any, ...]:
     )
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: list[int],
-    first: Tensor | None,
-    last: Tensor | None,
-    left: Tensor | None,
-    right: Tensor | None,
-    runs: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    table: Tensor | None,
-    distance: int,
-    softcap: float,
-    sinks: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    starts: list[int],
-    with_lse: bool,
-    with_rest: bool,
-    instructions: str,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def forward(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Call the kernel: the output, laid out as the last projection reads it.
 
-    With it the log-sum-exp if it is wanted, and what rounding took from the output, which the backward reads.
+    With it the log-sum-exp if it is wanted, and what rounding took from the output, which the backward reads. What is
+    given is that of ``_call``, then whether the two are wanted, and the instructions.
     """
+    with_lse, with_rest, instructions = given[-3:]
     query, key, value = _dense(query), _dense(key), _dense(value)
     out, lse, rest = _results(query, value.shape[3], with_lse, with_rest)
-    given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    dropout = (dropout_p, seed, starts)
-    call, _kept = _call(query, key, value, *given, *dropout, out, lse, rest)
+    call, _kept = _call(out, lse, rest, query, key, value, *given[:-3])
     if KERNEL.hw_forward(call, instructions.encode()):
         raise NO_MEMORY
     return out, lse, rest
@@ -249,51 +225,34 @@ def backward(
     lse: Tensor,
     rest: Tensor,
     wanted: list[bool],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: list[int],
-    first: Tensor | None,
-    last: Tensor | None,
-    left: Tensor | None,
-    right: Tensor | None,
-    runs: Tensor | None,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    table: Tensor | None,
-    distance: int,
-    softcap: float,
-    sinks: Tensor | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    starts: list[int],
-    instructions: str,
+    *given: Any,
 ) -> list[Tensor]:
     """The gradients of query, key, value, bias, slopes, table and sinks; those not wanted are empty tensors.
 
-    Those of bias, slopes, table and sinks are still to be summed over what is broadcast.
+    Those of bias, slopes, table and sinks are still to be summed over what is broadcast. What is given is that of
+    ``_call``, and the instructions.
     """
-    query, key, value, out_grad = _dense(query), _dense(key), _dense(value), _dense(out_grad.to(query.dtype))
-    given = (bounds, first, last, left, right, runs, mask, bias, slopes, table, distance, softcap, sinks, scale)
-    dropout = (dropout_p, seed, starts)
-    call, _kept = _call(query, key, value, *given, *dropout, out, lse, rest if rest.numel() else None)
+    query, key, value = (_dense(tensor) for tensor in given[:3])
+    out_grad = _dense(out_grad.to(query.dtype))
+    call, _kept = _call(out, lse, rest if rest.numel() else None, query, key, value, *given[3:-1])
     if lse_grad is not None:
         lse_grad = lse_grad.float().contiguous()
-    grads = _gradients(query, key, value, bias, slopes, table, sinks, wanted)
+    grads = _gradients([given[i] for i in _LEARN], wanted)
     gradients = GRADIENTS.pack(
         out_grad.data_ptr(),
         *out_grad.stride()[:3],
         0 if lse_grad is None else lse_grad.data_ptr(),
         *(grad.data_ptr() if want else 0 for grad, want in zip(grads, wanted, strict=True)),
     )
-    if KERNEL.hw_backward(call, gradients, instructions.encode()):
+    if KERNEL.hw_backward(call, gradients, given[-1].encode()):
         raise NO_MEMORY
     return grads
 
 
 def _call(
+    out: Tensor,
+    lse: Tensor | None,
+    rest: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -314,9 +273,6 @@ def _call(
     dropout_p: float,
     seed: Tensor | None,
     starts: list[int],
-    out: Tensor,
-    lse: Tensor | None,
-    rest: Tensor | None,
 ) -> tuple[bytes, list[Tensor]]:
     """A call as the kernel reads it, and the tensors that have to stay alive until it has."""
     batch, heads, rows, head_dim = query.shape
@@ -441,20 +397,12 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Te
 
 @torch.library.register_fake("headwise::native_backward", lib=_LIBRARY)
 def _shapes_backward(*args: Any) -> list[Tensor]:
-    query, key, value, bias, slopes, table, sinks = (args[6 + i] for i in _LEARN)
-    return _gradients(query, key, value, bias, slopes, table, sinks, args[5])
+    return _gradients([args[6 + i] for i in _LEARN], args[5])
 
 
-def _gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    table: Tensor | None,
-    sinks: Tensor | None,
-    wanted: list[bool],
-) -> list[Tensor]:
+def _gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor]:
+    """Room for the gradients of query, key, value, bias, slopes, table and sinks, of which some are wanted."""
+    query, key, value, _bias, _slopes, table, _sinks = learn
     batch, heads, rows, slots = *query.shape[:3], key.shape[2]
     grads = []
     for tensor, want in zip((query, key, value), wanted[:3], strict=True):
