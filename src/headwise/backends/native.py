@@ -403,8 +403,8 @@ def _shapes_backward(*args: Any) -> list[Tensor]:
 def _gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor]:
     """Room for the gradients of query, key, value, bias, slopes, table and sinks, of which some are wanted."""
     query, key, value, _bias, _slopes, table, _sinks = learn
-    batch, heads, rows, slots = *query.shape[:3], key.shape[2]
-    grads = []
+    (batch, heads, rows), slots = query.shape[:3], key.shape[2]
+    grads: list[Tensor] = []
     for tensor, want in zip((query, key, value), wanted[:3], strict=True):
         shape = tensor.shape
         grads.append(
