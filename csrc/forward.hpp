@@ -790,7 +790,7 @@ int many(const hw_call *x) {
 }
 
 int forward(const hw_call *x) {
-    if (!x->batch || !x->heads || !x->rows || !x->v_head_dim) return HW_OK;
+    if (!x->batch || !x->heads || !x->rows) return HW_OK;
     if (x->heads / x->kv_heads * x->rows <= FEW && x->slots >= 4 * FEW) return few(x);
 #if PAIRS
     // weights are rounded for it, and the gradient of a parameter in float32 adds up what that takes from the output

@@ -5,6 +5,7 @@ run without the annotation hook, whose errors would come before headwise's own.
 """
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -1518,9 +1519,10 @@ def test_what_python_itself_refuses_names_the_argument():
 
 
 def in_a_process_of_its_own(script):
-    """Run a script where a crash of the process shows as a failed test."""
+    """Run a script where a crash of the process shows as a failed test, in memory that is not zero by chance."""
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    poisoned = os.environ | {"MALLOC_PERTURB_": "128"}  # glibc: bytes of 0x7f, 3e38 as a number
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=poisoned)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
 
 
@@ -1553,6 +1555,9 @@ def test_empty_calls_end_neither_in_a_crash_nor_in_nonsense():
                     lse = attention_with_lse(query, key, value, **given)[1]
                 assert lse.shape == shape[:3]
                 assert n["s"] or (lse == (0 if with_sinks else -torch.inf)).all(), (gone, backend, lse)
+                given["backend"] = "reference"
+                with torch.no_grad():
+                    assert torch.allclose(lse, attention_with_lse(query, key, value, **given)[1]), (gone, backend, mask)
             assert attention_weights(query, key, value).shape == (*shape[:3], n["s"])
             for tensor in (query, key, value):
                 assert tensor.grad is None or tensor.grad.isfinite().all()
