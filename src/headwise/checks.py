@@ -115,10 +115,11 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_dtype(tokens: Tensor, projection: nn.Module, name: str) -> None:
     """Refuse tokens of another dtype than the weights that they meet in a linear layer that nobody has wrapped."""
+    if getattr(getattr(projection, "weight", None), "dtype", None) == tokens.dtype:
+        return
     if type(projection) is not nn.Linear or projection._forward_pre_hooks or "forward" in vars(projection):
         return
-    cast = not tokens.is_meta and torch.is_autocast_enabled(tokens.device.type)
-    if tokens.dtype != projection.weight.dtype and not cast:
+    if tokens.is_meta or not torch.is_autocast_enabled(tokens.device.type):
         raise ShapeError(
             f"{name} is {tokens.dtype}, but the layer's weights are {projection.weight.dtype}; convert one of them."
         )
@@ -298,19 +299,8 @@ def complete(
         value = key if value is None else value
         wants |= {"key": (key, layer.key_dim, layer.k_proj), "value": (value, layer.value_dim, layer.v_proj)}
     for name, (tokens, size, projection) in wants.items():
-        if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
-            shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            hint = " A mask goes into mask=." if isinstance(tokens, Mask) else ""
-            raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.{hint}")
-        strided(tokens, name)
-        if not tokens.is_floating_point():
-            raise ShapeError(f"{name} is {tokens.dtype}; a layer takes floating point tokens, so embed ids first.")
-        if tokens.shape[-1] != size:
-            raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}; project them.")
-        if layer.max_length is not None and tokens.shape[-2] > layer.max_length:
-            raise ShapeError(
-                f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
-            )
+        if name == "query" or tokens is not query or size != layer.embed_dim:
+            _check_tokens(layer, tokens, query, size, name)
         check_dtype(tokens, projection, name)
     if isinstance(cache, FixedCache) and not recalls:
         cache.remember(key if value is key else None)
@@ -321,6 +311,22 @@ def complete(
     # the same tokens stay the same tensor: that is how self-attention is known
     batched = {id(tokens): tokens[None] for tokens in (query, key, value)}
     return batched[id(query)], batched[id(key)], batched[id(value)]
+
+
+def _check_tokens(layer: Any, tokens: Any, query: Any, size: int, name: str) -> None:
+    if not isinstance(tokens, Tensor) or tokens.dim() not in (2, 3) or tokens.dim() != query.dim():
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        hint = " A mask goes into mask=." if isinstance(tokens, Mask) else ""
+        raise ShapeError(f"{name} is {shape}; give (batch, tokens, {size}), or all (tokens, size) unbatched.{hint}")
+    strided(tokens, name)
+    if not tokens.is_floating_point():
+        raise ShapeError(f"{name} is {tokens.dtype}; a layer takes floating point tokens, so embed ids first.")
+    if tokens.shape[-1] != size:
+        raise ShapeError(f"{name} has tokens of size {tokens.shape[-1]}, but the layer takes {size}; project them.")
+    if layer.max_length is not None and tokens.shape[-2] > layer.max_length:
+        raise ShapeError(
+            f"{name} has {tokens.shape[-2]} tokens, more than the layer's max_length {layer.max_length}; cut them."
+        )
 
 
 def place(

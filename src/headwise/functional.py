@@ -2,15 +2,16 @@
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headwise.algebra import And
 from headwise.backends import BACKENDS, choose
-from headwise.backends.base import Backend, Inputs
+from headwise.backends.base import Backend, Inputs, is_watched
 from headwise.backends.reference import Stage, plain_precision, softmax
 from headwise.checks import (
     MaskLike,
@@ -30,14 +31,16 @@ from headwise.checks import (
     stand,
 )
 from headwise.errors import ShapeError
-from headwise.masks import Full
+from headwise.masks import Causal, Full, Window
 from headwise.positions import Positions
 from headwise.score_mods import ScoreMod
 
 Places = Positions | Int[Tensor, "..."]
 Observer = Callable[[Inputs, Tensor, Tensor | None], Tensor | None]
 LARGE = 2**26  # scores that the reference holds in training from which on it says so: 256 MiB in float32
+PLANS = 1024  # calls that are remembered, about a kilobyte each
 _warned: set[str] = set()
+_plans: dict[Hashable, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
 
 
 def attention(
@@ -87,8 +90,9 @@ def attention(
 
     Reference: Vaswani et al., Attention Is All You Need, 2017, equation 1. https://arxiv.org/abs/1706.03762
     """
-    x = prepare(query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions)
-    return run(x, backend)[0]
+    return attend(
+        query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions, backend
+    )
 
 
 def attention_with_lse(
@@ -302,6 +306,79 @@ def run(x: Inputs, backend: str | Backend = "auto") -> tuple[Tensor, Tensor | No
     if backend == "auto" and chosen.name == "reference" and not torch.compiler.is_compiling():
         _warn_if_large(x)
     return chosen.run(x)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: MaskLike,
+    score_mods: Sequence[ScoreMod],
+    sinks: Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    query_positions: Places | None,
+    key_positions: Places | None,
+    backend: str | Backend,
+) -> Tensor:
+    """Prepare a call and run it. What repeats an earlier call in all but its numbers is not worked out again."""
+    form = None
+    if sinks is None is seed and type(score_mods) is tuple and not score_mods and type(dropout_p) is float:
+        form = _form(query, key, value, mask, scale, dropout_p, query_positions, key_positions, backend)
+    plan = None if form is None else _plans.get(form)
+    if plan is not None:
+        return plan(query, key, value)
+    x = prepare(query, key, value, mask, score_mods, sinks, scale, dropout_p, seed, query_positions, key_positions)
+    if form is not None:
+        plan = choose(x, backend).plan(x)
+    if plan is None:
+        return run(x, backend)[0]
+    if len(_plans) >= PLANS:
+        _plans.clear()
+    _plans[form] = plan
+    return plan(query, key, value)
+
+
+def _form(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scale: Any,
+    dropout_p: float,
+    query_positions: Any,
+    key_positions: Any,
+    backend: Any,
+) -> Hashable:
+    """All of a call but its numbers; None where a call has to be looked at each time."""
+    if is_watched() or dropout_p != 0 or not (type(query) is type(key) is type(value) is Tensor):
+        return None
+    if not all(t.is_cpu and t.layout is torch.strided and not (t.is_nested or t.is_neg()) for t in (query, key, value)):
+        return None
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return None
+    if torch.is_autocast_enabled("cpu") or not (scale is None or type(scale) is float):
+        return None
+    if not (type(backend) is str or isinstance(backend, Backend)) or not _is_ours(mask):
+        return None
+    places: list[tuple[int, ...] | None] = []
+    for positions in (query_positions, key_positions):
+        if positions is None:
+            places.append(None)
+        elif type(positions) is Positions and positions.is_plain:
+            places.append((positions.count, positions.start, positions.offset))  # type: ignore[arg-type]
+        else:
+            return None
+    return (
+        *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
+        *(query.dtype, key.dtype, value.dtype, mask, scale, *places, backend, torch.get_num_threads()),
+    )
+
+
+def _is_ours(mask: Any) -> bool:
+    """Whether a mask holds nothing but numbers, and nothing else decides what it says."""
+    return type(mask) in (Full, Causal, Window) or (type(mask) is And and _is_ours(mask.a) and _is_ours(mask.b))
 
 
 def observed(observer: Observer, x: Inputs, out: Tensor, lse: Tensor | None) -> Tensor:

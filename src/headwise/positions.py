@@ -108,6 +108,12 @@ class Positions:
         return not ring and self.filled is None and self.indices is None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether three numbers say it all: the count, the start and the offset."""
+        plain = type(self.start) is type(self.offset) is type(self.ring) is int and self.ring == 0
+        return plain and self.filled is self.indices is self.positions is None
+
+    @property
     def stop(self) -> Number:
         """Index of the token after the last one that is there."""
         if self.indices is not None:

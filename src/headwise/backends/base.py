@@ -5,12 +5,15 @@ B batch   H query heads      T query tokens   D head dimension of query and key 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 from headwise.algebra import Mask, evaluate, spans_of
 from headwise.errors import ShapeError
@@ -153,6 +156,17 @@ class Inputs:
         return q[:, rows][:, None, :, None], k[:, None, None, :]
 
 
+def is_watched() -> bool:
+    """Whether a compiler, a mode, a profiler or a transform of functions is to see operators of torch."""
+    return (
+        torch.compiler.is_compiling()
+        or _python_dispatch._get_current_dispatch_mode() is not None
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._functorch.maybe_current_level() is not None
+        or forward_ad._current_level >= 0
+    )
+
+
 class Backend(ABC):
     """A way to compute attention.
 
@@ -183,3 +197,11 @@ class Backend(ABC):
     @abstractmethod
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         """The output, and the log-sum-exp if it was asked for."""
+
+    def plan(self, x: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What computes the output of such calls from query, key and value alone; None where there is nothing to gain.
+
+        It is kept, and used for plain tensors of the same sizes, strides and dtypes when all else is the same and no
+        gradient, log-sum-exp or dropout is wanted. So it may hold numbers, but no tensors.
+        """
+        return None

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import math
 import struct
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils import _python_dispatch
 
 from headwise import philox
-from headwise.backends.base import Backend, Inputs
+from headwise.backends.base import Backend, Inputs, is_watched
 from headwise.errors import UnsupportedError
 
 SUFFIXES = (".so", ".dylib", ".dll")
@@ -46,6 +46,7 @@ CALL = struct.Struct(
 )
 
 
+POINTERS = struct.Struct("@6P")  # what CALL begins with
 GRADIENTS = struct.Struct("@P3qP7P")  # hw_gradients: out_grad, its strides, lse_grad, and what is written
 
 
@@ -93,32 +94,35 @@ class Native(Backend):
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         wanted, learns = x.lse != "no", x.needs_grad
-        call = OPERATOR if learns or _is_watched() else forward
-        given = (
-            *_limits(x),
-            *_modifications(x),
-            x.sinks,
-            x.scale,
-            *_dropout(x),
-            wanted or learns,
-            learns,
-            self.instructions,
-        )
-        out, lse, _rest = call(x.query, x.key, x.value, *given)
+        call = OPERATOR if learns or is_watched() else forward
+        out, lse, _rest = call(x.query, x.key, x.value, *_given(x), wanted or learns, learns, self.instructions)
         return out, lse if wanted else None
+
+    def plan(self, x: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        given, tensors = _given(x), (x.query, x.key, x.value)
+        if any(isinstance(value, Tensor) for value in given) or any(t.stride(3) != 1 for t in tensors):
+            return None
+        out, _, _ = _results(x.query, x.value.shape[3], False, False)
+        size, strides, isa = out.shape, out.stride(), self.instructions.encode()
+        numbers = _call(out, None, None, *tensors, *given)[0][POINTERS.size :]
+
+        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            out = query.new_empty_strided(size, strides)
+            pointers = POINTERS.pack(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(), 0, 0)
+            if KERNEL.hw_forward(pointers + numbers, isa):
+                raise NO_MEMORY
+            return out
+
+        return call
+
+
+def _given(x: Inputs) -> tuple[Any, ...]:
+    """What ``_call`` takes beside query, key and value."""
+    return *_limits(x), *_modifications(x), x.sinks, x.scale, *_dropout(x)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor or type(tensor) is nn.Parameter
-
-
-def _is_watched() -> bool:
-    """Whether a compiler, a mode or a profiler is to see an operator of torch rather than a call of the kernel."""
-    return (
-        torch.compiler.is_compiling()
-        or _python_dispatch._get_current_dispatch_mode() is not None
-        or torch._C._autograd._profiler_enabled()
-    )
 
 
 def _why_not_modified(x: Inputs) -> str | None:
@@ -327,7 +331,9 @@ NO_DROPOUT = (0, 0, 0, 0, 0, 0.0)
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+    if tensor.stride(3) == 1 and not tensor.is_neg():
+        return tensor
+    return tensor.contiguous().resolve_neg()  # views of complex numbers may be negated only when they are read
 
 
 def _results(
@@ -347,13 +353,13 @@ def _per_row(bounds: tuple[Tensor | None, ...], batch: int, kept: list[Tensor]) 
 
 
 def _tile(tile: Tensor, size: tuple[int, ...], dtype: torch.dtype, kept: list[Tensor]) -> tuple[int, ...]:
-    tile = tile.to(dtype).expand(size)
+    tile = tile.to(dtype).resolve_neg().expand(size)
     kept.append(tile)
     return tile.data_ptr(), *tile.stride()
 
 
 def _numbers(values: Tensor, kept: list[Tensor]) -> int:
-    values = values.float().contiguous()
+    values = values.float().contiguous().resolve_neg()
     kept.append(values)
     return values.data_ptr()
 

@@ -1,0 +1,211 @@
+"""A call that repeats an earlier one in all but its numbers is not worked out again: the same answers all the same."""
+
+import pytest
+import torch
+from helpers import assert_as_good_as
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headwise import (
+    Causal,
+    Full,
+    MultiHeadAttention,
+    Padding,
+    Positions,
+    ShapeError,
+    Softcap,
+    UnsupportedError,
+    Window,
+    attention,
+    functional,
+)
+from headwise.backends.native import MISSING, Native, instruction_sets
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"only the kernel makes plans: {MISSING}")
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch):
+    monkeypatch.setattr(functional, "_plans", {})
+    return functional._plans
+
+
+def inputs(seed=0, batch=2, heads=6, kv_heads=3, rows=11, slots=13, size=8, value_size=5, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((batch, heads, rows, size), (batch, kv_heads, slots, size), (batch, kv_heads, slots, value_size))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def check(call, **options):
+    got = attention(*call, **options)
+    wide = [tensor.double() for tensor in call]
+    options = options | {"backend": "reference"}
+    plain = attention(*(tensor.float() for tensor in call), **options)
+    assert_as_good_as(got, attention(*wide, **options), plain, terms=call[1].shape[2])
+    return got
+
+
+def strided(tensor):
+    return torch.cat([tensor, tensor], 1).transpose(1, 2).contiguous().transpose(1, 2)[:, : tensor.shape[1]]
+
+
+# what makes two calls different, each but the last with another answer or another path
+CALLS = {
+    "as it is": ({}, {}),
+    "causal": ({}, {"mask": Causal()}),
+    "window": ({}, {"mask": Window(3)}),
+    "causal and window": ({}, {"mask": Causal() & Window(3)}),
+    "causal and a wider window": ({}, {"mask": Causal() & Window(4)}),
+    "either": ({}, {"mask": Causal() | Window(3)}),
+    "padding": ({}, {"mask": Padding([13, 2])}),
+    "scale": ({}, {"scale": 0.7}),
+    "query positions": ({}, {"mask": Causal(), "query_positions": Positions(11, 1)}),
+    "key positions": ({}, {"mask": Causal(), "key_positions": Positions(13, 4)}),
+    "bfloat16": ({"dtype": torch.bfloat16}, {}),
+    "batch": ({"batch": 1}, {}),
+    "heads": ({"kv_heads": 1}, {}),
+    "rows": ({"rows": 10}, {"mask": Causal()}),
+    "slots": ({"slots": 12}, {"mask": Causal()}),
+    "sizes": ({"size": 9, "value_size": 6}, {}),
+    "no values": ({"value_size": 0}, {}),
+    "no rows": ({"rows": 0}, {}),
+    "sdpa": ({}, {"backend": "sdpa"}),
+    "softcap": ({}, {"score_mods": (Softcap(0.3),)}),
+    "sinks": ({}, {"sinks": torch.ones(6)}),
+}
+REMEMBERED = {name for name in CALLS if name not in {"either", "padding", "sdpa", "softcap", "sinks"}}
+
+
+def test_each_call_has_its_own_answer_the_second_time_too(plans):
+    for seed in range(3):
+        for shape, options in CALLS.values():
+            call = inputs(seed, **shape)
+            check(call, **options)
+            check([strided(tensor) for tensor in call], **options)
+    assert len(plans) == 2 * len(REMEMBERED)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_remembered(plans, name):
+    shape, options = CALLS[name]
+    attention(*inputs(**shape), **options)
+    assert len(plans) == (name in REMEMBERED)
+    attention(*inputs(1, **shape), **options)
+    assert len(plans) == (name in REMEMBERED)
+
+
+def test_equal_masks_share_a_plan(plans):
+    for _ in range(2):
+        attention(*inputs(), mask=Causal() & Window(3))
+    assert len(plans) == 1
+
+
+def test_instructions_are_those_asked_for(plans):
+    for name in instruction_sets():
+        for seed in range(2):
+            check(inputs(seed), backend=Native(name))
+
+
+def test_a_gradient_flows_after_a_call_without():
+    call = inputs()
+    attention(*call)
+    for i in range(3):
+        learned = [tensor.clone().requires_grad_(n == i) for n, tensor in enumerate(call)]
+        attention(*learned).sum().backward()
+        want = [tensor.double().requires_grad_(n == i) for n, tensor in enumerate(call)]
+        attention(*want, backend="reference").sum().backward()
+        assert_as_good_as(learned[i].grad, want[i].grad, terms=11, inner=learned[i].grad.norm().item())
+        with torch.no_grad():
+            assert not attention(*learned).requires_grad
+
+
+def test_who_looks_on_sees_an_operator():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    call = inputs()
+    attention(*call)
+    with Watch():
+        attention(*call)
+    assert "headwise.native.default" in seen
+    with torch.profiler.profile() as profile:
+        attention(*call)
+    assert any("headwise::native" in event.key for event in profile.key_averages())
+
+
+def test_autocast_transforms_and_subclasses_are_not_forgotten():
+    call = inputs()
+    want = attention(*call)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(*call).dtype == torch.bfloat16
+    mapped = torch.func.vmap(attention)(*(tensor[None] for tensor in call))
+    assert_as_good_as(mapped[0], want.double(), terms=13)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(call[0], torch.ones_like(call[0]))
+        tangent = torch.autograd.forward_ad.unpack_dual(attention(dual, *call[1:])).tangent
+    assert tangent is not None and tangent.abs().sum() > 0
+    meta = [tensor.to("meta") for tensor in call]
+    assert attention(*meta).is_meta
+
+
+def test_views_that_are_negated_when_they_are_read():
+    call = inputs()
+    attention(*call)
+    for backend in ("auto", "native"):
+        negated = [torch._neg_view(tensor) for tensor in call]
+        assert all(tensor.is_neg() for tensor in negated)
+        assert_as_good_as(attention(*negated, backend=backend), -attention(*call).double(), terms=13)
+
+
+@pytest.mark.plain
+def test_wrong_calls_are_refused_after_right_ones():
+    call = inputs()
+    attention(*call)
+    attention(*call, scale=1.0)
+    wrong = (
+        {"scale": True},
+        {"scale": "1"},
+        {"dropout_p": False},
+        {"dropout_p": -0.5},
+        {"score_mods": None},
+        {"mask": Full},
+        {"mask": None},
+        {"seed": -1},
+        {"backend": "fastest"},
+        {"backend": None},
+        {"query_positions": Positions(10)},
+        {"key_positions": Positions(12)},
+    )
+    for options in wrong:
+        for _ in range(2):
+            with pytest.raises(ShapeError):
+                attention(*call, **options)
+    with pytest.raises(ShapeError):
+        attention(call[0], call[1].tolist(), call[2])
+    wide = [tensor.double() for tensor in call]
+    for _ in range(2):
+        with pytest.raises(UnsupportedError):
+            attention(*wide, backend="native")
+
+
+def test_there_are_not_more_than_that(plans, monkeypatch):
+    monkeypatch.setattr(functional, "PLANS", 5)
+    for rows in range(1, 20):
+        check(inputs(rows=rows), mask=Causal())
+        assert len(plans) <= 5
+
+
+def test_a_layer_and_its_observer():
+    layer, x = MultiHeadAttention(12, 3, mask=Causal()).eval(), torch.randn(2, 7, 12)
+    with torch.no_grad():
+        want = layer(x)
+        assert torch.equal(layer(x), want)
+        seen = []
+        layer.observer = lambda x, out, lse: seen.append(lse.shape)
+        assert torch.equal(layer(x), want)
+        layer.observer = lambda x, out, lse: torch.zeros_like(out)
+        assert torch.equal(layer(x), layer.out_proj(torch.zeros(2, 7, 12)))
+    assert seen == [(2, 3, 7)]
