@@ -214,8 +214,8 @@ class Document(Mask):
 
     query_ids: Int[Tensor, "#B T"] | Int[Tensor, " T"]
     key_ids: Int[Tensor, "#B S"] | Int[Tensor, " S"] | None = None
-    # per token the run of its document; only from_lengths knows that documents are contiguous
-    runs: Int[Tensor, "T 2"] | None = field(default=None, repr=False, kw_only=True)
+    # per query the run of its document's keys; only the constructors below know that documents are contiguous
+    runs: Int[Tensor, "#B T 2"] | None = field(default=None, repr=False, kw_only=True)
     at: tuple[Positions, Positions] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -239,13 +239,34 @@ class Document(Mask):
         """Documents of the given lengths, one after the other in each row; keys have the same unless given."""
         ids, bounds = _contiguous(lengths, device)
         if key_lengths is None:
-            return cls(ids, runs=bounds[ids])
+            return cls(ids, runs=bounds[ids][None])
         key_ids, bounds = _contiguous(key_lengths, device)
         if len(key_lengths) != len(lengths):
             raise ShapeError(
                 f"{len(lengths)} documents of queries and {len(key_lengths)} of keys differ; give as many."
             )
-        return cls(ids, key_ids, runs=bounds[ids])
+        return cls(ids, key_ids, runs=bounds[ids][None])
+
+    @classmethod
+    def ascending(
+        cls, query_ids: Int[Tensor, "#B T"] | Int[Tensor, " T"], key_ids: Int[Tensor, "#B S"] | None = None
+    ) -> "Document":
+        """Documents one after the other in each row: ids that never decrease, which is not looked at.
+
+        The mask is then known as one run of keys for each query, which costs less than ids that may come in any order.
+
+        Example:
+            >>> print(draw(Document.ascending(torch.tensor([0, 0, 3])), 3))
+            ■ ■ ·
+            ■ ■ ·
+            · · ■
+        """
+        made = cls(query_ids, key_ids)
+        keys = made.query_ids if made.key_ids is None else made.key_ids
+        rows = max(len(made.query_ids), len(keys))
+        keys, queries = (ids.expand(rows, -1).contiguous() for ids in (keys, made.query_ids))
+        ends = [torch.searchsorted(keys, queries, right=right) for right in (False, True)]
+        return replace(made, runs=torch.stack(ends, -1))
 
     def bind(self, batch: int, heads: int, queries: Positions, keys: Positions) -> Mask:
         key_ids = self.query_ids if self.key_ids is None else self.key_ids
@@ -272,7 +293,7 @@ class Document(Mask):
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
         if self.runs is None:
             return None
-        start, stop = self.runs[None, None, :, None, 0], self.runs[None, None, :, None, 1]
+        start, stop = self.runs[:, None, :, None, 0], self.runs[:, None, :, None, 1]
         return Spans(queries.count, keys.count, runs=make_runs(start, stop, keys.count))
 
 

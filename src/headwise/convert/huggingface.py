@@ -301,14 +301,14 @@ def _documents(
     if reads and not ids.any():
         return None
     if slots == rows:
-        return Document(ids)
+        return Document.ascending(ids)
     if reads and start > 0:
         raise UnsupportedError(
             f"Documents begin inside {rows} tokens that continue a cache, and which of its keys belong to the first is "
             "not known. Pass such a row in one call, or a mask of four dimensions."
         )
     number = torch.arange(slots, device=ids.device) + first - start  # of a key, counted from the first query
-    return Document(ids, ids[:, number.clamp(0, rows - 1)])
+    return Document.ascending(ids, ids[:, number.clamp(0, rows - 1)])
 
 
 def _numbered(position_ids: Int[Tensor, "#B T"], real: Bool[Tensor, "#B T"] | None) -> Int[Tensor, "#B T"]:
