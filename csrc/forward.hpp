@@ -168,14 +168,6 @@ void write_row(void *to, int64_t at, const float *from, int64_t n, int32_t dtype
 
 // Pairs of bfloat16 are 32 bits, whose halves are two float32 after a shift and a mask: the even numbers of WIDE come first
 // in a line, then the odd ones. What meets a line is in this order as well.
-inline void split(float *to, const uint16_t *from, int64_t wide) {
-    for (int64_t i = 0; i < wide; i += WIDE) {
-        bits x;
-        std::memcpy(&x, from + i, sizeof x);
-        store(to + i, (vec)(x << 16));
-        store(to + i + LANES, (vec)(x & 0xffff0000u));
-    }
-}
 inline void apart(float *x, int64_t wide) {
     for (; wide > 0; wide -= WIDE, x += WIDE) {
         float odd[LANES];
@@ -594,25 +586,40 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
 
 // ---- few queries: keys and values are read where they lie, by all heads of a group at once
 
-// Rows at ... at + LANES of keys or values as float32, n long and zero up to wide: where they lie, or copied to lines.
-// What is not shown is zero, for 0 times NaN is NaN; there are no rows beyond count.
-inline void lines_of(const float **p, float *lines, const void *from, const int64_t *at, const bool *shown, int64_t n, int64_t wide, int32_t dtype) {
-    const int64_t size = dtype == HW_FLOAT32 ? 4 : 2, next = (at[1] - at[0]) * LANES;
-    for (int c = 0; c < LANES; ++c)  // what comes next: memory is slower than the sums
-        for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const char *)from + (at[c] + next) * size + i);
+// LANES rows of keys or values, n long and zero up to wide: where they lie, or float32 in lines. From count on there are
+// none, and those that are not seen (if it says so) are zero, for 0 times NaN is NaN.
+inline void lines_of(const void **p, float *lines, const void *from, int64_t at, int64_t step, int64_t count, const uint8_t *seen,
+                     int64_t n, int64_t wide, int32_t dtype) {
+    static const float nothing[MOST] = {0};
+    const int64_t size = dtype == HW_FLOAT32 ? 4 : 2;
+    const char *first = (const char *)from + at * size;
     for (int c = 0; c < LANES; ++c) {
-        p[c] = (const float *)from + at[c];
-        if (shown[c] && dtype == HW_FLOAT32 && n == wide) continue;
-        float *line = lines + c * MOST;
-        p[c] = line;
-        if (shown[c] && dtype == HW_BFLOAT16 && n == wide) {
-            split(line, (const uint16_t *)from + at[c], n);
-            continue;
-        }
-        if (shown[c]) read_row(line, from, at[c], n, dtype);
-        for (int64_t i = shown[c] ? n : 0; i < wide; ++i) line[i] = 0;
-        if (dtype == HW_BFLOAT16) apart(line, wide);
+        p[c] = first + c * step * size;
+        for (int64_t i = 0; i < n * size; i += 64)  // what comes next: memory is slower than the sums
+            __builtin_prefetch((const char *)p[c] + LANES * step * size + i);
     }
+    const bool there = n == wide && dtype != HW_FLOAT16;
+    if (there && count >= LANES && !seen) return;
+    for (int c = 0; c < LANES; ++c) {
+        float *line = lines + c * MOST;
+        if (c >= count || (seen && !seen[c])) p[c] = nothing;
+        else if (!there) {
+            read_row(line, from, at + c * step, n, dtype);
+            for (int64_t i = n; i < wide; ++i) line[i] = 0;
+            if (dtype == HW_BFLOAT16) apart(line, wide);
+            p[c] = line;
+        }
+    }
+}
+
+// Numbers i ... i + WIDE of such a row; bfloat16 as it lies (HALF) gives the even ones first.
+template <bool HALF>
+inline void two(const void *p, int64_t i, vec *x) {
+    if constexpr (HALF) {
+        bits pairs;
+        std::memcpy(&pairs, (const uint16_t *)p + i, sizeof pairs);
+        x[0] = (vec)(pairs << 16), x[1] = (vec)(pairs & (bits{} + 0xffff0000u));
+    } else x[0] = load((const float *)p + i), x[1] = load((const float *)p + i + LANES);
 }
 
 // Adds neighbours until one vector is left, whose lanes are the totals of LANES vectors.
@@ -628,6 +635,55 @@ inline vec totals(vec *x) {
         x[i] = __builtin_shuffle(x[i], x[i + HALF], low) + __builtin_shuffle(x[i], x[i + HALF], high);
     if constexpr (HALF > 1) return totals<HALF / 2>(x);
     return x[0];
+}
+
+// Scores of LANES keys and of R queries at a time, which are MOST numbers apart.
+template <int R, bool HALF>
+void dots(int64_t rows, const float *query, const void **p, int64_t deep, float *scores) {
+    constexpr int KEYS = LANES / R;
+    for (; rows >= R; rows -= R, query += R * MOST, scores += R * SPLIT)
+        for (int c = 0; c < LANES; c += KEYS) {
+            vec sum[LANES] = {};
+            for (int64_t i = 0; i < deep; i += WIDE) {
+#pragma GCC unroll 16
+                for (int k = 0; k < KEYS; ++k) {
+                    vec key[2];
+                    two<HALF>(p[c + k], i, key);
+#pragma GCC unroll 16
+                    for (int r = 0; r < R; ++r) {
+                        sum[r * KEYS + k] += load(query + r * MOST + i) * key[0];
+                        sum[r * KEYS + k] += load(query + r * MOST + i + LANES) * key[1];
+                    }
+                }
+            }
+            const vec found = totals(sum);
+            for (int r = 0; r < R; ++r) std::memcpy(scores + r * SPLIT + c, (const float *)&found + r * KEYS, KEYS * sizeof(float));
+        }
+    if constexpr (R > 1) dots<R / 2, HALF>(rows, query, p, deep, scores);
+}
+
+// Adds LANES values to the outputs of R queries at a time, which are each numbers apart.
+template <int R, bool HALF>
+void mix(int64_t rows, const float *weights, const void **p, int64_t wide, float *out, int64_t each) {
+    for (; rows >= R; rows -= R, weights += R * SPLIT, out += R * each)
+        for (int64_t j = 0; j < wide; j += WIDE) {
+            vec sum[R][2];
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) sum[r][0] = load(out + r * each + j), sum[r][1] = load(out + r * each + j + LANES);
+#pragma GCC unroll 4
+            for (int k = 0; k < LANES; ++k) {
+                vec value[2];
+                two<HALF>(p[k], j, value);
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) {
+                    const vec weight = all(weights[r * SPLIT + k]);
+                    sum[r][0] += weight * value[0], sum[r][1] += weight * value[1];
+                }
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) store(out + r * each + j, sum[r][0]), store(out + r * each + j + LANES, sum[r][1]);
+        }
+    if constexpr (R > 1) mix<R / 2, HALF>(rows, weights, p, wide, out, each);
 }
 
 void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *memory, float *scores) {
@@ -651,23 +707,11 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
         if (x->dtype == HW_BFLOAT16) apart(query[r], deep);
     }
-    const float *p[LANES];
-    int64_t where[LANES];
-    bool shown[LANES];
+    const void *p[LANES];
     for (int64_t c = 0; c < n; c += LANES) {
-        for (int64_t i = 0; i < LANES; ++i) shown[i] = c + i < n, where[i] = key_at(x, b, kv, at + (shown[i] ? c + i : c));
-        lines_of(p, lines, x->key, where, shown, d, deep, x->dtype);
-        for (int64_t r = 0; r < rows; ++r) {
-            vec sum[LANES];
-#pragma GCC unroll 16
-            for (int k = 0; k < LANES; ++k) sum[k] = load(query[r]) * load(p[k]);
-            for (int64_t i = LANES; i < deep; i += LANES) {
-                const vec y = load(query[r] + i);
-#pragma GCC unroll 16
-                for (int k = 0; k < LANES; ++k) sum[k] += y * load(p[k] + i);
-            }
-            store(scores + r * SPLIT + c, totals(sum));
-        }
+        lines_of(p, lines, x->key, key_at(x, b, kv, at + c), x->key_stride[2], n - c, nullptr, d, deep, x->dtype);
+        if (x->dtype == HW_BFLOAT16 && d == deep) dots<4, true>(rows, query[0], p, deep, scores + c);
+        else dots<4, false>(rows, query[0], p, deep, scores + c);
     }
     uint8_t seen[SPLIT];
     bool every = simple;
@@ -687,25 +731,13 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         memory[r * each] = row.top, memory[r * each + 1] = row.sum;
     }
     for (int64_t c = 0; c < n; c += LANES) {
-        bool any = false;
-        for (int64_t i = 0; i < LANES; ++i) {
-            shown[i] = c + i < n && seen[c + i < n ? c + i : 0], any |= shown[i];
-            where[i] = value_at(x, b, kv, at + (c + i < n ? c + i : c));
-        }
+        bool any = every;
+        for (int64_t i = c; i < n && i < c + LANES; ++i) any |= seen[i];
         if (!any) continue;
-        lines_of(p, lines, x->value, where, shown, v, wide, x->dtype);
-        for (int64_t r = 0; r < rows; ++r) {
-            float *o = memory + r * each + LANES;
-            vec w[LANES];
-#pragma GCC unroll 16
-            for (int k = 0; k < LANES; ++k) w[k] = all(scores[r * SPLIT + c + k]);  // 0 beyond the last, by soften
-            for (int64_t j = 0; j < wide; j += LANES) {
-                vec sum = load(o + j);
-#pragma GCC unroll 16
-                for (int k = 0; k < LANES; ++k) sum += w[k] * load(p[k] + j);
-                store(o + j, sum);
-            }
-        }
+        lines_of(p, lines, x->value, value_at(x, b, kv, at + c), x->value_stride[2], n - c, every ? nullptr : seen + c, v, wide, x->dtype);
+        // weights are 0 beyond the last key, by soften
+        if (x->dtype == HW_BFLOAT16 && v == wide) mix<4, true>(rows, scores + c, p, wide, memory + LANES, each);
+        else mix<4, false>(rows, scores + c, p, wide, memory + LANES, each);
     }
 }
 
