@@ -8,16 +8,29 @@ B batch   H query heads      T query tokens   D head dimension   E embedding
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from headwise import ALiBi, Causal, Document, Full, Mask, Padding, Positions, Prefix, RelativeBias, Softcap, Window
+from headwise import (
+    ALiBi,
+    Bias,
+    Causal,
+    Document,
+    Full,
+    Mask,
+    Padding,
+    Positions,
+    Prefix,
+    RelativeBias,
+    Softcap,
+    Window,
+)
 from headwise.algebra import evaluate
 from headwise.score_mods import ScoreMod
 
@@ -32,7 +45,9 @@ MASKS: dict[str, Callable[[int, int], Mask]] = {  # from the batch size and the 
     "prefix256": lambda batch, slots: Causal() | Prefix(256),
 }
 CAP = 3.0  # so that scores of this size are changed
-MODS: dict[str, Callable[[int], ScoreMod]] = {  # from the number of heads; "sinks" is no modification of scores
+DROPPED = 0.1
+# From the number of heads. Beside them there are "sinks", "dropout", and "bias", a dense one that is trained.
+MODS: dict[str, Callable[[int], ScoreMod]] = {
     "softcap": lambda heads: Softcap(CAP),
     "alibi": ALiBi,
     "t5": lambda heads: t5_bias(heads),  # noqa: PLW0108
@@ -51,7 +66,7 @@ class Attention:
         kv_heads: Key and value heads K; None means H.
         slots: Key tokens S; None means T.
         mask: Its name in MASKS.
-        mod: What else is done to the scores: a name in MODS, or "sinks"; "" for nothing.
+        mod: What else is done: a name in MODS, "sinks", "dropout" or "bias"; "" for nothing.
         dtype: Of all inputs, by its name in torch.
         backward: Whether the gradients of queries, keys and values are part of the work.
     """
@@ -176,8 +191,28 @@ class Problem:
     @cached_property
     def score_mods(self) -> tuple[ScoreMod, ...]:
         """What is done to the scores before the mask."""
+        if self.bias is not None:
+            return (Bias(self.bias),)
         made = MODS.get(self.case.mod)
         return () if made is None else (made(self.scores[1]).to(self.device),)
+
+    @cached_property
+    def bias(self) -> nn.Parameter | None:
+        """A dense bias for each head that is trained, in the dtype of the inputs; or None."""
+        if self.case.mod != "bias":
+            return None
+        made = _normal((1, *self.scores[1:]))[0].to(self.device, self.grad.dtype)
+        return nn.Parameter(made, requires_grad=self.case.backward)
+
+    @property
+    def dropout_p(self) -> float:
+        """Probability that a weight is dropped."""
+        return DROPPED if self.case.mod == "dropout" else 0.0
+
+    @property
+    def sure(self) -> "Problem":
+        """The same without chance, for the check: where weights are dropped no two results are equal."""
+        return replace(self, case=replace(self.case, mod="")) if self.dropout_p else self
 
     @cached_property
     def sinks(self) -> Float[Tensor, " H"] | None:
@@ -301,7 +336,7 @@ def _first() -> Iterator[Case]:
 
 
 def _cpu() -> Iterator[Case]:
-    """Sizes at which a kernel for the CPU shows what it is worth, forward only."""
+    """Sizes and kinds of calls at which a kernel for the CPU shows what it is worth."""
     half: list[dict] = [{"dtype": "float32"}, {"dtype": "bfloat16"}]
     for how in half:
         for (heads, rows, dim), mask in product([(8, 4096, 64), (8, 2048, 128)], ("full", "causal")):
@@ -323,6 +358,20 @@ def _cpu() -> Iterator[Case]:
         yield Module(batch=1, rows=2048, embed_dim=768, heads=12, **how)
     for batch, rows, embed in [(1, 16, 384), (4, 512, 768)]:
         yield Module(batch=batch, rows=rows, embed_dim=embed, heads=12, dtype="bfloat16")
+    trained: list[dict] = [how | {"backward": True} for how in half]
+    for (batch, rows), mod, how in product([(8, 128), (2, 1024)], ("dropout", "bias"), trained):
+        yield Attention(batch=batch, heads=12, rows=rows, head_dim=64, mod=mod, **how)
+    for mod in (*MODS, "sinks"):
+        yield Attention(batch=2, heads=12, rows=1024, head_dim=64, mask="causal", mod=mod, backward=True)
+    for (batch, heads, rows), mask in [
+        ((1, 8, 4096), "window128"),
+        ((8, 12, 512), "padded"),
+        ((1, 12, 4096), "packed8"),
+    ]:
+        yield Attention(batch=batch, heads=heads, rows=rows, head_dim=64, mask=mask, backward=True)
+    for batch, rows, embed in [(1, 16, 384), (8, 128, 384), (4, 512, 768), (1, 2048, 768)]:
+        yield Module(batch=batch, rows=rows, embed_dim=embed, heads=12, dtype="bfloat16", backward=True)
+    yield Module(batch=1, rows=2048, embed_dim=768, heads=12, backward=True)
 
 
 def _gpu() -> Iterator[Case]:
@@ -357,6 +406,7 @@ QUICK: tuple[Case, ...] = (
     Attention(batch=3, heads=2, rows=11, head_dim=5, mask="padded"),
     Attention(batch=1, heads=2, rows=23, head_dim=5, mask="packed8"),
     *(Attention(batch=2, heads=3, rows=11, head_dim=5, mask="causal", mod=mod) for mod in (*MODS, "sinks")),
+    *(Attention(batch=2, heads=3, rows=11, head_dim=5, mod=mod, backward=True) for mod in ("dropout", "bias")),
     Attention(batch=2, heads=6, rows=1, head_dim=13, kv_heads=3, slots=17),
     Attention(batch=3, heads=6, rows=1, head_dim=13, kv_heads=3, slots=17, mask="ragged"),
     Module(batch=2, rows=7, embed_dim=15, heads=3, backward=True),

@@ -64,6 +64,7 @@ def plain(problem: Problem) -> Step:
             sinks = problem.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)[..., : value.shape[2]]
+        weights = F.dropout(weights, problem.dropout_p) if problem.dropout_p else weights
         return (weights @ value).unflatten(2, (group, rows)).flatten(1, 2)
 
     return _step(problem, forward, problem.inputs)
@@ -113,7 +114,9 @@ def sdpa_as_called(problem: Problem) -> Step:
     grouped = query.shape[1] != key.shape[1]
 
     def forward() -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, bias, is_causal=is_causal, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, bias, problem.dropout_p, is_causal=is_causal, enable_gqa=grouped
+        )
 
     return _step(problem, forward, problem.inputs)
 
@@ -387,7 +390,7 @@ def x_transformers(problem: Problem) -> Step | str:
 def headwise_auto(problem: Problem) -> Step:
     """``headwise.attention`` as it is called by default."""
     query, key, value = problem.inputs
-    modified = {"score_mods": problem.score_mods, "sinks": problem.sinks}
+    modified = {"score_mods": problem.score_mods, "sinks": problem.sinks, "dropout_p": problem.dropout_p}
 
     def forward() -> Tensor:
         return headwise.attention(query, key, value, mask=problem.mask, **modified)
@@ -400,7 +403,7 @@ def headwise_on(backend: Backend) -> Competitor:
 
     def build(problem: Problem) -> Step | str:
         query, key, value = problem.inputs
-        modified = {"score_mods": problem.score_mods, "sinks": problem.sinks}
+        modified = {"score_mods": problem.score_mods, "sinks": problem.sinks, "dropout_p": problem.dropout_p}
 
         def forward() -> Tensor:
             return headwise.attention(query, key, value, mask=problem.mask, backend=backend.name, **modified)
@@ -477,7 +480,12 @@ def headwise_module(problem: Problem) -> Step:
 
 
 BIASES = ("alibi", "t5")  # what a dense mask can hold
-TAKEN_BY = {"softcap": ("headwise", "plain", "flex", "onnxruntime"), "sinks": ("headwise", "plain")}
+TAKEN_BY = {
+    "softcap": ("headwise", "plain", "flex", "onnxruntime"),
+    "sinks": ("headwise", "plain"),
+    "dropout": ("headwise", "plain", "sdpa"),
+    "bias": ("headwise", "plain", "sdpa"),
+}
 # what torch says when it has no kernel left to choose from, on a GPU and on the CPU
 NO_KERNEL = ("No available kernel", "No viable backend")
 # masks as FlexAttention takes them, from how far the queries are ahead of the keys, the batch size and the keys
@@ -525,7 +533,8 @@ MODULE: dict[str, Competitor] = {
 def why_not(name: str, problem: Problem) -> str | None:
     """Why a competitor does not take what is done to the scores; a bias is in the dense mask that all take."""
     if problem.case.mod in TAKEN_BY and not name.startswith(TAKEN_BY[problem.case.mod]):
-        return "it knows no cap of scores" if problem.case.mod == "softcap" else "it knows no sinks"
+        unknown = {"softcap": "cap of scores", "bias": "bias that is trained"}
+        return f"it knows no {unknown.get(problem.case.mod, problem.case.mod)}"
     return None
 
 
@@ -538,11 +547,24 @@ def registry(level: str, suite: str = "cpu") -> dict[str, Competitor]:
 
 def _prepared(problem: Problem) -> Inputs:
     query, key, value = problem.inputs
-    return prepare(query, key, value, problem.mask, problem.score_mods, problem.sinks, None, 0.0, None, None, None)
+    return prepare(
+        query,
+        key,
+        value,
+        problem.mask,
+        problem.score_mods,
+        problem.sinks,
+        None,
+        problem.dropout_p,
+        None,
+        None,
+        None,
+    )
 
 
 def _step(problem: Problem, forward: Callable[[], Tensor], leaves: Sequence[Tensor], note: str = "") -> Step:
     """A step of torch code: the forward pass without a graph, or with it and the gradients of the leaves."""
+    trained = leaves if problem.bias is None else [*leaves, problem.bias]
 
     def run_forward() -> Sequence[Tensor]:
         with torch.no_grad():
@@ -550,7 +572,7 @@ def _step(problem: Problem, forward: Callable[[], Tensor], leaves: Sequence[Tens
 
     def run_both() -> Sequence[Tensor]:
         out = forward()
-        return (out, *torch.autograd.grad(out, leaves, problem.grad))
+        return (out, *torch.autograd.grad(out, trained, problem.grad))
 
     return Step(run_both if problem.case.backward else run_forward, note)
 
@@ -561,6 +583,8 @@ def _bias(problem: Problem) -> Float[Tensor, "#B #H T S"] | None:
     A modification of scores that only adds to them is in it.
     """
     allowed = problem.allowed
+    if problem.bias is not None:
+        return problem.bias
     if problem.case.mod in BIASES:  # in float32: rounded to a half type it would be another bias
         rows, slots = problem.scores[2:]
         zeros = torch.zeros(1, problem.scores[1], rows, slots, device=problem.device)

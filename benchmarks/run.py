@@ -189,8 +189,9 @@ def measure(
 
 def prepare(problem: Problem, suite: str = "cpu") -> dict[str, Record]:
     """For each competitor the step that may be timed, or the reason why not, and its error."""
-    exact, nearly = reference(problem, torch.float64), reference(problem, torch.float32)
-    inner, wait = term_sizes(problem, len(exact)), waiting(problem.device)
+    sure = problem.sure
+    exact, nearly = reference(sure, torch.float64), reference(sure, torch.float32)
+    inner, wait = term_sizes(sure, len(exact)), waiting(problem.device)
     entries: dict[str, Record] = {}
     for name, build in competitors.registry(problem.case.level, suite).items():
         entry: Record = {"step": None, "note": "", "max_error": None, "not_timed": None}
@@ -207,11 +208,15 @@ def prepare(problem: Problem, suite: str = "cpu") -> dict[str, Record]:
             results = step.run()
             wait()
             took = time.perf_counter() - start
+            if sure is not problem:
+                checked = build(sure)
+                assert not isinstance(checked, str), checked
+                results = checked.run()
         except Exception as error:  # whatever a library raises is the reason why it is not timed
             entry["not_timed"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
             continue
         entry["note"] = step.note
-        entry["max_error"], unequal = compare(results, exact, nearly, problem, inner)
+        entry["max_error"], unequal = compare(results, exact, nearly, sure, inner)
         if unequal is not None:
             entry["not_timed"] = f"not equal, not timed: {unequal}"
         elif took > PATIENCE_S:
@@ -331,11 +336,16 @@ def _attend(problem: Problem, dtype: torch.dtype, rows: slice, heads: slice) -> 
         slice(heads.start and heads.start * group, heads.stop and heads.stop * group)
     ]
     extra = {}
-    if problem.score_mods:
+    if problem.bias is not None:
+        assert (rows, heads) == (slice(None), slice(None)), "the gradient of a bias is summed over the whole batch"
+        bias = problem.bias.detach().to(dtype).requires_grad_(backward)
+        inputs.append(bias)
+        extra["modify"] = lambda scores: scores + bias
+    elif problem.score_mods:
         extra["modify"] = lambda scores: problem.modified(scores, group_heads[0])
     if problem.sinks is not None:
         extra["sinks"] = problem.sinks[group_heads[0] : group_heads[-1] + 1].to(dtype)
-    out = _helpers().plain_attention(*inputs, _of(problem.allowed, rows, heads, group), **extra)[0]
+    out = _helpers().plain_attention(*inputs[:3], _of(problem.allowed, rows, heads, group), **extra)[0]
     return [out.detach(), *(torch.autograd.grad(out, inputs, grad) if backward else ())]
 
 

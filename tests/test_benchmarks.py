@@ -41,6 +41,12 @@ REASONS = {
     "headwise sdpa": {"it cannot modify scores (Softcap)"},
     "x-transformers": {"it shares keys among other query heads, every K-th"},
 }
+UNKNOWN = {
+    "softcap": "it knows no cap of scores",
+    "sinks": "it knows no sinks",
+    "dropout": "it knows no dropout",
+    "bias": "it knows no bias that is trained",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,7 +87,7 @@ def test_in_a_quick_run_every_competitor_is_right(quick):
     for r in measured:
         if r["not_timed"] is not None:
             peer = PEERS.get(r["competitor"])
-            general = {"it knows no cap of scores", "it knows no sinks"} if "+s" in r["case"] else set()
+            general = {reason for mod, reason in UNKNOWN.items() if f"+{mod}/" in r["case"]}
             general |= {f"{peer} is not installed", "it takes part on the CPU and forward only"} if peer else set()
             assert r["not_timed"] in REASONS.get(r["competitor"], set()) | general
             assert r["median_s"] is r["samples_s"] is r["peak_memory_bytes"] is None
