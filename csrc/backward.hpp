@@ -139,8 +139,8 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         }
         pack_rows<false>(x->key, key_at(x, b, kv, at), x->key_stride[2], d, x->dtype, n, y.key_panels);
         pack_rows<false>(x->value, value_at(x, b, kv, at), x->value_stride[2], v, x->dtype, n, y.value_panels);
-        std::memset(y.key_grad, 0, TILE * deep * sizeof(float));
-        std::memset(y.value_grad, 0, TILE * wide * sizeof(float));
+        std::memset(y.key_grad, 0, n * deep * sizeof(float));
+        std::memset(y.value_grad, 0, n * wide * sizeof(float));
         for (int64_t first = 0; first < rows; first += SOME) {
             const int64_t some = rows - first < SOME ? rows - first : SOME;
             int64_t begin = some, end = 0, left = n, right = 0;  // rows and columns that anything happens in
@@ -164,12 +164,10 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
             for (int64_t k = begin / ROWS; k * ROWS < end; ++k) {
                 const int64_t r0 = k * ROWS, count = end - r0 < ROWS ? end - r0 : ROWS;
                 float *p = y.weights + r0 * TILE, *s = y.score_grad + r0 * TILE;
-                for (int64_t j = from[k]; j < to[k]; j += WIDE) {
-                    tile_of<false, false>(count, d, y.query + (first + r0) * deep, deep, y.key_panels + j * d, p + j, TILE);
-                    tile_of<false, false>(count, v, y.out_grad + (first + r0) * wide, wide, y.value_panels + j * v, s + j, TILE);
-                }
+                products<false>(count, d, y.query + (first + r0) * deep, deep, y.key_panels, from[k], to[k], p, TILE);
+                products<false>(count, v, y.out_grad + (first + r0) * wide, wide, y.value_panels, from[k], to[k], s, TILE);
                 for (int64_t r = 0; r < count; ++r) {
-                    const int64_t t = first + r0 + r, wanted = to[k] - from[k], whole = padded(wanted);
+                    const int64_t t = first + r0 + r, wanted = to[k] - from[k], whole = vectors(wanted);
                     float *weights = p + r * TILE + from[k], *grads = s + r * TILE + from[k], cap[TILE];
                     uint8_t seen[TILE] = {0};
                     if (x->softcap > 0) softcap(x, wanted, weights), uncap(x, weights, wanted, cap);

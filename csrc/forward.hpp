@@ -38,6 +38,7 @@ inline vec load(const float *p) { vec x; std::memcpy(&x, p, sizeof x); return x;
 inline void store(float *p, vec x) { std::memcpy(p, &x, sizeof x); }
 inline vec all(float x) { return x - vec{}; }  // x - 0 is x and costs nothing; x + 0 is not, for -0
 inline int64_t padded(int64_t n) { return (n + WIDE - 1) / WIDE * WIDE; }
+inline int64_t vectors(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 inline int64_t within(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 template <int HALF>
 inline vec turned(vec x) {  // lanes exchanged with those HALF further
@@ -92,36 +93,42 @@ inline vec multiply(vec sum, const float *x, vec y) {
 #endif
 }
 
-// c[R][WIDE] = a[R][n] b[n][WIDE], added to what is there if ADD.
-template <int R, bool ADD, bool DUAL>
+// c[R][V * LANES] = a[R][n] b[n][V * LANES], added to what is there if ADD; a step of b is WIDE numbers, whatever V is.
+template <int R, int V, bool ADD, bool DUAL>
 inline void tile(int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
-    vec sum[R][2];
+    vec sum[R][V];
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        sum[r][0] = ADD ? load(c + r * c_stride) : vec{};
-        sum[r][1] = ADD ? load(c + r * c_stride + LANES) : vec{};
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) sum[r][v] = ADD ? load(c + r * c_stride + v * LANES) : vec{};
 #pragma GCC unroll 4
     for (int64_t i = 0; i < n; ++i) {
-        const vec b0 = load(b + i * WIDE), b1 = load(b + i * WIDE + LANES);
+        vec y[V];
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) y[v] = load(b + i * WIDE + v * LANES);
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const float *x = a + r * a_stride + i;
-            sum[r][0] = multiply<DUAL>(sum[r][0], x, b0);
-            sum[r][1] = multiply<DUAL>(sum[r][1], x, b1);
-        }
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) sum[r][v] = multiply<DUAL>(sum[r][v], a + r * a_stride + i, y[v]);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        store(c + r * c_stride, sum[r][0]);
-        store(c + r * c_stride + LANES, sum[r][1]);
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) store(c + r * c_stride + v * LANES, sum[r][v]);
 }
 
-template <bool ADD, bool DUAL, int R = ROWS>
+template <bool ADD, bool DUAL, int V = 2, int R = ROWS>
 inline void tile_of(int64_t rows, int64_t n, const float *a, int64_t a_stride, const float *b, float *c, int64_t c_stride) {
-    if (rows == R) return tile<R, ADD, DUAL>(n, a, a_stride, b, c, c_stride);
-    if constexpr (R > 1) tile_of<ADD, DUAL, R - 1>(rows, n, a, a_stride, b, c, c_stride);
+    if (rows == R) return tile<R, V, ADD, DUAL>(n, a, a_stride, b, c, c_stride);
+    if constexpr (R > 1) tile_of<ADD, DUAL, V, R - 1>(rows, n, a, a_stride, b, c, c_stride);
+}
+
+// Products of rows of a, n long, with columns from ... to of panels of b, for which from is a multiple of WIDE.
+template <bool DUAL>
+inline void products(int64_t rows, int64_t n, const float *a, int64_t a_stride, const float *b, int64_t from, int64_t to, float *c, int64_t c_stride) {
+    int64_t j = from;
+    for (; j + LANES < to; j += WIDE) tile_of<false, DUAL>(rows, n, a, a_stride, b + j * n, c + j, c_stride);
+    if (j < to) tile_of<false, DUAL, 1>(rows, n, a, a_stride, b + j * n, c + j, c_stride);
 }
 
 // ---- reading and writing
@@ -343,20 +350,29 @@ struct state { float top, sum; };
 // Turns n scores, times a positive scale, into weights relative to the largest met so far, and returns what to multiply
 // earlier sums by.
 float soften(state &row, float *s, int64_t n, float scale) {
-    const int64_t whole = padded(n);
-    if (n < whole) for (int64_t c = n; c < whole; ++c) s[c] = NONE;
+    const int64_t whole = vectors(n), even = whole / WIDE * WIDE;
+    for (int64_t c = n; c < whole; ++c) s[c] = NONE;
     vec top[2] = {all(NONE), all(NONE)};
-    for (int64_t c = 0; c < whole; c += WIDE) {
+    for (int64_t c = 0; c < even; c += WIDE) {
         const vec y0 = load(s + c), y1 = load(s + c + LANES);
         top[0] = y0 > top[0] ? y0 : top[0], top[1] = y1 > top[1] ? y1 : top[1];
+    }
+    if (even < whole) {
+        const vec y = load(s + even);
+        top[0] = y > top[0] ? y : top[0];
     }
     const float met = largest(top[0] > top[1] ? top[0] : top[1]) * scale, now = met > row.top ? met : row.top;
     const float base = now == NONE ? 0 : now;  // nothing seen yet: 2^(-inf - 0) = 0
     vec sum[2] = {{}, {}};
-    for (int64_t c = 0; c < whole; c += WIDE) {
+    for (int64_t c = 0; c < even; c += WIDE) {
         const vec p0 = exp2(load(s + c) * scale - base), p1 = exp2(load(s + c + LANES) * scale - base);
         sum[0] += p0, sum[1] += p1;
         store(s + c, p0), store(s + c + LANES, p1);
+    }
+    if (even < whole) {
+        const vec p = exp2(load(s + even) * scale - base);
+        sum[0] += p;
+        store(s + even, p);
     }
     const float by = row.top == now ? 1 : exp2(row.top - base);
     row.sum = row.sum * by + total(sum[0] + sum[1]);
@@ -548,8 +564,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
             if (to[g] <= from[g]) continue;
             const int64_t r0 = g * ROWS, count = rows - r0 < ROWS ? rows - r0 : ROWS;
             float *s = y.scores + r0 * TILE;
-            for (int64_t j = from[g]; j < to[g]; j += WIDE)
-                tile_of<false, DUAL>(count, d, y.query + r0 * d, d, y.keys + j * d, s + j, TILE);
+            products<DUAL>(count, d, y.query + r0 * d, d, y.keys, from[g], to[g], s, TILE);
             for (int64_t r = r0; r < r0 + count; ++r) {
                 float *row = y.scores + r * TILE + from[g];
                 const int64_t wanted = to[g] - from[g];
