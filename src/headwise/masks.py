@@ -214,8 +214,8 @@ class Document(Mask):
 
     query_ids: Int[Tensor, "#B T"] | Int[Tensor, " T"]
     key_ids: Int[Tensor, "#B S"] | Int[Tensor, " S"] | None = None
-    # per token the run of its document; only from_lengths knows that documents are contiguous
-    runs: Int[Tensor, "T 2"] | None = field(default=None, repr=False, kw_only=True)
+    # per token the run of its document, from those who know that documents are contiguous
+    runs: Int[Tensor, "#B T 2"] | Int[Tensor, "T 2"] | None = field(default=None, repr=False, kw_only=True)
     at: tuple[Positions, Positions] | None = field(default=None, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -272,7 +272,8 @@ class Document(Mask):
     def spans(self, queries: Positions, keys: Positions) -> Spans | None:
         if self.runs is None:
             return None
-        start, stop = self.runs[None, None, :, None, 0], self.runs[None, None, :, None, 1]
+        runs = self.runs if self.runs.dim() == 3 else self.runs[None]
+        start, stop = runs[:, None, :, None, 0], runs[:, None, :, None, 1]
         return Spans(queries.count, keys.count, runs=make_runs(start, stop, keys.count))
 
 
