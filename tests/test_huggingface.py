@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import sys
 
 import pytest
@@ -17,6 +18,10 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from transformers import masking_utils  # noqa: E402
 
 V, B, T, PAD = 97, 3, 7, 2
+# some models got another attention than eager only in the course of version 5
+OLD = tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5, 24)
+# what a model calls its cache, which depends on the version of transformers
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaModel.forward).parameters else "past_key_values"
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +104,8 @@ def batch(padding):
 
 def run(model, implementation, inputs, **more):
     model.set_attn_implementation(implementation)
+    if model.config._attn_implementation != implementation and OLD:
+        pytest.skip(f"{type(model).__name__} of transformers {transformers.__version__} has eager attention only")
     assert model.config._attn_implementation == implementation
     return model(**inputs, **more)
 
@@ -263,13 +270,18 @@ DECODERS = {
         "Gemma2ForCausalLM", "Gemma2Config",
         SMALL | {"sliding_window": 4, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
     ),
+    "Gemma3": (
+        "Gemma3ForCausalLM", "Gemma3TextConfig",
+        SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+                 "query_pre_attn_scalar": 8},
+    ),
     "GptOss": (
         "GptOssForCausalLM", "GptOssConfig",
         SMALL | {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1,
                  "experts_implementation": "eager"},
     ),
 }  # fmt: skip
-WINDOWS = ["Mistral", "Qwen3", "Gemma2", "GptOss"]
+WINDOWS = ["Mistral", "Qwen3", "Gemma2", "Gemma3", "GptOss"]
 
 ENCODERS = {
     "Bert": ("BertModel", "BertConfig", FEW),
@@ -456,7 +468,7 @@ def test_a_cache_filled_in_parts(name, cache, chunks):
     for count in chunks:
         stop = start + count
         part = {"input_ids": ids[:, start:stop], "position_ids": positions[:, start:stop]}
-        parts.append(single(**part, attention_mask=real[:, :stop].long(), cache=kept).logits)
+        parts.append(single(**part, attention_mask=real[:, :stop].long(), **{CACHE: kept}).logits)
         start = stop
     got = torch.cat(parts, 1)
     for i in range(B):
@@ -510,7 +522,7 @@ def test_win_6_neither_a_mask_nor_a_cache_joins_documents(name, mask, cache, row
     if mask != "no mask":
         inputs["attention_mask"] = (torch.arange(inputs["input_ids"].shape[1]) < size).long().expand(rows, -1)
     if cache not in ("none", "the model's"):
-        inputs["cache"] = caches_of(cache, model.config)
+        inputs[CACHE] = caches_of(cache, model.config)
     got = run(model, "headwise", inputs, use_cache=cache != "none").logits[:, :size]
     assert_as_good_as(got, want, plain, terms=48)
 
@@ -642,7 +654,7 @@ def test_cross_attention_sees_its_whole_row():
 def test_where_documents_cannot_be_known():
     model = family("Llama")[0]
     first = run(model, "headwise", {"input_ids": ROWS[:, :4]})
-    more = {"position_ids": torch.tensor([[4, 0, 1]]).expand(2, -1), "cache": first.cache}
+    more = {"position_ids": torch.tensor([[4, 0, 1]]).expand(2, -1), CACHE: first[CACHE]}
     with pytest.raises(UnsupportedError, match=r"Documents begin inside 3 tokens that continue a cache"):
         run(model, "headwise", {"input_ids": ROWS[:, 4:7]} | more)
     model = family("T5")[0]
@@ -687,8 +699,8 @@ def test_documents_in_compiled_models(name, cache, mask):
     if mask == "ones":
         inputs["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
     if cache == "static":
-        inputs["cache"] = caches_of("static", model.config)
-        inputs["cache"].early_initialization(2, 2, 8, torch.float32, "cpu")
+        inputs[CACHE] = caches_of("static", model.config)
+        inputs[CACHE].early_initialization(2, 2, 8, torch.float32, "cpu")
     torch.compiler.reset()
     got = output(torch.compile(model, fullgraph=True, backend="eager")(**inputs))
     assert_as_good_as(got, *alone(name), terms=48)
@@ -703,10 +715,10 @@ def test_a_compiled_call_that_continues_a_cache():
     model.set_attn_implementation("headwise")
     cache = caches_of("static", model.config)
     cache.early_initialization(1, 2, 8, torch.float32, "cpu")
-    model(input_ids=ROWS[1:, :4], position_ids=PLACES[1:, :4], cache=cache)
+    model(input_ids=ROWS[1:, :4], position_ids=PLACES[1:, :4], **{CACHE: cache})
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    got = compiled(input_ids=ROWS[1:, 4:], position_ids=PLACES[1:, 4:], cache=cache).logits
+    got = compiled(input_ids=ROWS[1:, 4:], position_ids=PLACES[1:, 4:], **{CACHE: cache}).logits
     assert_as_good_as(got, *(x[1:, 4:] for x in alone("Llama")), terms=48)
 
 
@@ -722,7 +734,7 @@ def test_a_compiled_step_with_a_static_cache():
     cache = transformers.StaticCache(config=single.config, max_cache_len=T + count)
     cache.early_initialization(B, 2, 8, torch.float32, "cpu")
     places = positions_of(mask.bool(), 0)
-    logits = [single(input_ids=ids, attention_mask=mask, position_ids=places, cache=cache).logits[:, -1]]
+    logits = [single(input_ids=ids, attention_mask=mask, position_ids=places, **{CACHE: cache}).logits[:, -1]]
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounter()
     step = torch.compile(single, fullgraph=True, backend=counter, dynamic=False)
@@ -732,7 +744,7 @@ def test_a_compiled_step_with_a_static_cache():
         # the mask of its full length, as generate prepares it, so that no size changes
         full = torch.nn.functional.pad(torch.cat([mask, torch.ones(B, i + 1, dtype=torch.long)], 1), (0, count - i - 1))
         place = (places[:, -1:] + i + 1).contiguous()
-        logits.append(step(input_ids=token, attention_mask=full, position_ids=place, cache=cache).logits[:, -1])
+        logits.append(step(input_ids=token, attention_mask=full, position_ids=place, **{CACHE: cache}).logits[:, -1])
     assert counter.frame_count == 1
     for i, kept in enumerate(mask.bool()):
         row = torch.cat([ids[i, :T][kept], ids[i, T:]])[None]
@@ -840,6 +852,13 @@ def test_registering_again_and_under_other_names():
 def test_without_transformers_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'headwise\[transformers\]'"):
+        huggingface.register()
+
+
+@pytest.mark.parametrize("version", ["5.2.0", "4.57.6", "5.0.0.dev0"])
+def test_an_old_transformers_is_refused(monkeypatch, version):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    with pytest.raises(ImportError, match=rf"needs transformers 5.3 or newer, not {version}; run: pip install -U"):
         huggingface.register()
 
 

@@ -2,9 +2,8 @@
 
 ``register()`` gives transformers two functions. The *mask* is that of its own ``sdpa``: a boolean tensor,
 (batch, 1, queries, keys), True where a query may attend, and None where ``is_causal`` of the module says the
-same. Models slice, pad and cache masks as tensors, and look for four dimensions, so a ``Mask`` of ours would
-not pass through all of them. The *kernel* turns what arrives into a ``Mask``, ``score_mods`` and ``sinks``,
-and takes the fastest backend that can run it.
+same. What it was made from goes with it (see ``huggingface_masks``). The *kernel* turns what arrives into a ``Mask``,
+``score_mods`` and ``sinks``, and takes the fastest backend that can run it.
 
 Several documents may share a row. transformers' masks keep them apart only for decoders without a cache and without
 an attention mask; the kernel does so wherever it is passed the positions that tell where documents begin.
@@ -17,15 +16,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headwise.algebra import Mask
+from headwise.convert import huggingface_masks
 from headwise.errors import ShapeError, UnsupportedError
-from headwise.functional import attention_weights, observed, prepare, run
-from headwise.masks import Causal, Dense, Document, Full, Window
-from headwise.positions import Positions
+from headwise.functional import attend, attention_weights, observed, prepare, run
+from headwise.masks import Dense, Full
 from headwise.score_mods import Bias, ScoreMod, Softcap
 
 # What models hand on to their attention and its result does not depend on: positions are in the queries and
@@ -88,7 +86,7 @@ def register(name: str = "headwise") -> None:
         name: What the implementation is called; a name of transformers' own is refused.
 
     Raises:
-        ImportError: When transformers is not installed.
+        ImportError: When transformers is not installed, or older than 5.3.
         UnsupportedError: When the name is taken.
 
     Example, where transformers is installed::
@@ -97,27 +95,23 @@ def register(name: str = "headwise") -> None:
         model = BertModel.from_pretrained("bert-base-uncased", attn_implementation="headwise")
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__
         from transformers.masking_utils import sdpa_mask
     except ImportError as error:
         raise ImportError(
-            "The plug-in needs transformers 5 or newer; run: pip install 'headwise[transformers]'"
+            "The plug-in needs transformers 5.3 or newer; run: pip install 'headwise[transformers]'"
         ) from error
+    # before, some models tell their attention no positions, and the documents of a row would be joined in silence
+    if tuple(int(number) for number in __version__.split(".")[:2]) < (5, 3):
+        raise ImportError(
+            f"The plug-in needs transformers 5.3 or newer, not {__version__}; run: pip install -U 'transformers>=5.3'"
+        )
     taken = AttentionInterface().get(name, kernel)
     if name == "eager" or taken is not kernel:
         raise UnsupportedError(f"transformers already has an attention implementation {name!r}; choose another name.")
     AttentionInterface.register(name, kernel)
 
-    def mask(*args: Any, **options: Any) -> Tensor | None:
-        made = sdpa_mask(*args, **options)
-        if made is not None:
-            start = options.get("q_offset", 0)
-            start = start.clone() if isinstance(start, Tensor) else start  # a static cache counts on in it
-            # an attribute passes through models and compilers, and costs nothing
-            made.headwise_made = (options.get("attention_mask"), start, options.get("kv_offset", 0))
-        return made
-
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, lambda *args, **options: huggingface_masks.make(sdpa_mask, args, options))
 
 
 @contextlib.contextmanager
@@ -194,15 +188,15 @@ def kernel(
             belong to one document.
         ShapeError: When sizes, dtypes or devices do not fit together.
     """
-    documents = _documents(module, position_ids, attention_mask, query.shape[-2], key.shape[-2])
+    documents = huggingface_masks.shared(module, position_ids, attention_mask, query.shape[-2], key.shape[-2])
     _refuse(others, attention_mask is None and documents is None)
     mods: list[ScoreMod] = [] if softcap is None else [Softcap(softcap)]
     if position_bias is not None:
         mods.append(Bias(position_bias))
     mask: Mask = Full()
-    queries = None
+    queries = keys = None
     if attention_mask is None:
-        mask, queries = _implied(module, query.shape[-2], key.shape[-2], is_causal, sliding_window)
+        mask, queries = huggingface_masks.implied(module, query.shape[-2], key.shape[-2], is_causal, sliding_window)
     elif attention_mask.dim() != 4:
         raise ShapeError(
             f"The model gave its attention a mask {tuple(attention_mask.shape)}; one of four dimensions, (batch, "
@@ -211,116 +205,34 @@ def kernel(
     elif attention_mask.is_floating_point():
         mods.append(Bias(attention_mask))
     else:
-        mask = Dense(attention_mask)
+        made_from = huggingface_masks.value_of(attention_mask, len(query), query.shape[-2], key.shape[-2])
+        if made_from is None:
+            mask = Dense(attention_mask)
+        else:
+            mask, queries, keys = made_from[:3]
     if documents is not None:
         mask = mask & documents
     observer: Callable[..., Tensor | None] | None = getattr(module, "observer", None)
     dropout_p = dropout if module.training else 0.0
-    lse = "no" if observer is None else "value"
-    x = prepare(
-        query,
-        key,
-        value,
-        mask,
-        mods,
-        s_aux,
-        scaling,
-        dropout_p,
-        None,
-        queries,
-        None,
-        lse,  # type: ignore[arg-type]
-    )
-    out, found = run(x)
-    if observer is not None:
-        out = observed(observer, x, out, found)
+    call = (query, key, value, mask, tuple(mods), s_aux, scaling, dropout_p, None, queries, keys)
+    if observer is None:
+        out = attend(*call, "auto")
+    else:
+        x = prepare(*call, "value")
+        out = observed(observer, x, *run(x))
     weights = None
     if others.get("output_attentions") or _captures_weights():
         weights = attention_weights(
-            query, key, mask=mask, score_mods=mods, sinks=s_aux, scale=scaling, query_positions=queries
+            query,
+            key,
+            mask=mask,
+            score_mods=mods,
+            sinks=s_aux,
+            scale=scaling,
+            query_positions=queries,
+            key_positions=keys,
         ).to(out.dtype)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def _implied(
-    module: nn.Module, rows: int, slots: int, is_causal: bool | None, window: int | None
-) -> tuple[Mask, Positions | None]:
-    """What no mask means, and where the queries then stand (None: the last with the last key)."""
-    if rows == 1 and (window is None or slots <= window):
-        return Full(), None  # the newest token sees all
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if causal is None:
-        raise UnsupportedError(
-            f"{type(module).__name__} gave no mask and does not say whether that means a causal one; set "
-            "is_causal to True or False on the module."
-        )
-    if not causal:
-        if window is not None and slots > window:
-            raise UnsupportedError(
-                f"{type(module).__name__} has a window of {window} for {slots} keys and gave no mask; pass "
-                "one, since whether the window counts the query itself is not known."
-            )
-        return Full(), None
-    mask = Causal() if window is None or slots <= window else Causal() & Window(window)
-    # several queries and more keys: an empty cache of fixed length, whose first slots were just written
-    return mask, Positions(rows) if 1 < rows < slots else None
-
-
-def _documents(
-    module: nn.Module, position_ids: Tensor | None, attention_mask: Tensor | None, rows: int, slots: int
-) -> Document | None:
-    """The documents that share the rows of this call, if there are several and the mask may not say so."""
-    given = getattr(module, "packed_positions", None)
-    padding, start, first = getattr(attention_mask, "headwise_made", (None, 0, 0))
-    made = attention_mask is None or hasattr(attention_mask, "headwise_made")
-    crosses = (
-        "Cross" in type(module).__name__
-        or getattr(module, "is_cross_attention", False)
-        or (getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True))
-    )
-    if given is not None:
-        if crosses or rows != slots or given.shape[-1] != rows:
-            raise UnsupportedError(
-                f"packed() was given the positions of {given.shape[-1]} tokens, but {type(module).__name__} has {rows} "
-                f"queries and {slots} keys{' of cross-attention' if crosses else ''}; give it the part of the model "
-                "that runs on the packed tokens, without a cache."
-            )
-        position_ids = given
-    elif position_ids is None or rows < 2 or position_ids.shape != (*position_ids.shape[:1], rows) or not made:
-        return None
-    elif crosses or slots < rows or (slots > rows and not getattr(module, "is_causal", True)):
-        return None  # the keys are other tokens
-    reads = not (torch.compiler.is_compiling() or position_ids.is_meta)
-    if reads and not (position_ids.diff(dim=-1) != 1).any():
-        return None
-    real = None
-    if padding is not None:
-        place = torch.arange(rows, device=padding.device) + start
-        real = padding[:, place.clamp(max=padding.shape[1] - 1)].to(position_ids.device, torch.bool)
-    ids = _numbered(position_ids, real)
-    if reads and not ids.any():
-        return None
-    if slots == rows:
-        return Document.ascending(ids)
-    if reads and start > 0:
-        raise UnsupportedError(
-            f"Documents begin inside {rows} tokens that continue a cache, and which of its keys belong to the first is "
-            "not known. Pass such a row in one call, or a mask of four dimensions."
-        )
-    number = torch.arange(slots, device=ids.device) + first - start  # of a key, counted from the first query
-    return Document.ascending(ids, ids[:, number.clamp(0, rows - 1)])
-
-
-def _numbered(position_ids: Int[Tensor, "#B T"], real: Bool[Tensor, "#B T"] | None) -> Int[Tensor, "#B T"]:
-    """The number of each token's document: a new one where a position does not follow that of the real one before."""
-    if real is None:
-        return F.pad((position_ids.diff(dim=-1) != 1).cumsum(-1), (1, 0))
-    position_ids, real = torch.broadcast_tensors(position_ids, real)
-    place = torch.arange(real.shape[-1], device=real.device)
-    last = torch.where(real, place, -1).cummax(-1).values
-    before = F.pad(last[:, :-1], (1, 0), value=-1)
-    follows = position_ids == position_ids.gather(1, before.clamp(min=0)) + 1
-    return (real & (before >= 0) & ~follows).cumsum(-1)
 
 
 def _refuse(others: dict[str, Any], joined: bool) -> None:

@@ -1,17 +1,11 @@
-"""``torch.nn.MultiheadAttention``, its weights and its masks.
+"""``torch.nn.MultiheadAttention``: a class that takes its place, its weights in a layer, and its masks."""
 
-The only place that knows that both boolean masks of that class mean the opposite of headwise's: True hides
-there.
-"""
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from headwise.algebra import Mask
 from headwise.attention import MultiHeadAttention
-from headwise.errors import ConversionError, ShapeError
-from headwise.masks import Dense, Full, Padding
-from headwise.score_mods import Bias, ScoreMod
+from headwise.convert.dropin import MultiheadAttention as MultiheadAttention
+from headwise.convert.dropin import from_torch_masks as from_torch_masks
+from headwise.errors import ConversionError
 
 
 def from_torch(module: nn.Module) -> MultiHeadAttention:
@@ -87,81 +81,3 @@ def from_torch(module: nn.Module) -> MultiHeadAttention:
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trains[name])
     return layer.train(module.training)
-
-
-def from_torch_masks(
-    attn_mask: Tensor | None = None,
-    key_padding_mask: Tensor | None = None,
-    *,
-    num_heads: int | None = None,
-) -> tuple[Mask, tuple[ScoreMod, ...]]:
-    """The masks of a call of ``nn.MultiheadAttention`` as a mask and score modifications.
-
-    Boolean masks are True where they *hide*; they are turned round and intersected. Floating point ones are
-    added to the scores, so they become ``Bias``. The hint ``is_causal`` has no counterpart: it says what
-    ``attn_mask`` holds, and a causal layer is better given ``Causal()``.
-
-    Args:
-        attn_mask: (queries, keys), or (batch * heads, queries, keys) with the heads of a sequence side by
-            side.
-        key_padding_mask: (batch, keys), or (keys,) for a call without a batch.
-        num_heads: Number of heads; needed for an ``attn_mask`` of three dimensions.
-
-    Returns:
-        The mask and the score modifications, for ``mask=`` and ``score_mods=`` of a call.
-
-    Raises:
-        ShapeError: When a mask is neither boolean nor floating point, has another number of dimensions, or
-            the number of heads is missing or does not divide it.
-
-    Example:
-        >>> hides = torch.ones(3, 3, dtype=torch.bool).triu(1)
-        >>> mask, score_mods = headwise.convert.torch.from_torch_masks(hides)
-        >>> print(draw(mask, 3))
-        ■ · ·
-        ■ ■ ·
-        ■ ■ ■
-        >>> score_mods
-        ()
-    """
-    mask: Mask = Full()
-    score_mods: list[ScoreMod] = []
-    for name, given, dims in (
-        ("attn_mask", attn_mask, (2, 3)),
-        ("key_padding_mask", key_padding_mask, (1, 2)),
-    ):
-        if given is None:
-            continue
-        if given.dtype != torch.bool and not given.is_floating_point():
-            raise ShapeError(f"{name} is of dtype {given.dtype}; nn.MultiheadAttention takes booleans or floats.")
-        if given.dim() not in dims:
-            raise ShapeError(
-                f"{name} has {given.dim()} dimensions; nn.MultiheadAttention takes {dims[0]} or {dims[1]}."
-            )
-        if name == "key_padding_mask":
-            given = given if given.dim() == 2 else given[None]
-            hides: Mask | None = Padding(~given) if given.dtype == torch.bool else None
-            added = given[:, None, None, :]
-        else:
-            added = given if given.dim() == 2 else _by_head(given, num_heads)
-            hides = Dense(~added) if given.dtype == torch.bool else None
-        if hides is None:
-            score_mods.append(Bias(added))
-        else:
-            mask = hides if isinstance(mask, Full) else mask & hides
-    return mask, tuple(score_mods)
-
-
-def _by_head(mask: Tensor, num_heads: int | None) -> Tensor:
-    """(batch * heads, T, S) as (batch, heads, T, S): the heads of one sequence stand side by side."""
-    if num_heads is None:
-        raise ShapeError(
-            f"attn_mask of shape {tuple(mask.shape)} mixes batch and heads in its first dimension; say how "
-            "many heads there are with num_heads=."
-        )
-    if num_heads < 1 or mask.shape[0] % num_heads:
-        raise ShapeError(
-            f"{mask.shape[0]} masks cannot be shared evenly by {num_heads} heads; the first dimension must "
-            "be batch * heads."
-        )
-    return mask.unflatten(0, (mask.shape[0] // num_heads, num_heads))
