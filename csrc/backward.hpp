@@ -250,7 +250,8 @@ int backward(const hw_call *x, const hw_gradients *g) {
         key_grads = g->key ? memory : nullptr, value_grads = g->value ? memory + keys : nullptr;
     }
     int status = HW_OK;
-#pragma omp parallel num_threads(x->threads) if (x->threads > 1 && pairs > 1)
+    const int threads = threads_for(x, pairs);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *mine = take(work_bytes(x) / sizeof(float) + 1);
         work y;

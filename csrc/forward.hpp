@@ -31,6 +31,7 @@ constexpr int TILE = 128;           // keys packed at once
 constexpr int SPLIT = 512;          // keys of a task where queries are few: fixed, so that threads do not change the sums
 constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few, if keys are not
 constexpr int MOST = 256;           // largest head size
+constexpr int64_t SMALL = 1 << 17;
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -791,12 +792,19 @@ inline void give(float *memory) {
 #endif
 }
 
+// Threads for so many products of numbers: below SMALL they cost more than they save.
+inline int threads_for(const hw_call *x, int64_t tasks) {
+    const int64_t work = x->batch * x->heads * x->rows * x->slots * (x->head_dim + x->v_head_dim);
+    return work < SMALL || tasks < 2 ? 1 : x->threads;
+}
+
 int few(const hw_call *x) {
     const int64_t rows = x->heads / x->kv_heads * x->rows, splits = x->slots ? (x->slots + SPLIT - 1) / SPLIT : 1;
     const int64_t pairs = x->batch * x->kv_heads, each = rows * (padded(x->v_head_dim) + LANES);
     float *memory = take(pairs * splits * each);
     if (!memory) return HW_NO_MEMORY;
-#pragma omp parallel num_threads(x->threads) if (x->threads > 1 && pairs * splits > 1)
+    const int threads = threads_for(x, pairs * splits);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         alignas(64) float scores[FEW * SPLIT];
 #pragma omp for schedule(dynamic, 1)
@@ -815,7 +823,8 @@ template <bool DUAL>
 int many(const hw_call *x) {
     const int64_t blocks = (x->rows + BLOCK - 1) / BLOCK, pairs = x->batch * x->heads;
     int status = HW_OK;
-#pragma omp parallel num_threads(x->threads) if (x->threads > 1 && blocks * pairs > 1)
+    const int threads = threads_for(x, blocks * pairs);
+#pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *memory = take(scratch_floats(x));
         scratch y;

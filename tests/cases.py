@@ -272,6 +272,15 @@ MASKS = (
         lambda c: lambda b, h, q, k: (b + h + q + 2 * k) % 3 != 0,
         runs=None,
     ),
+    MaskCase(
+        "documents of other keys in ascending order",
+        lambda c: Document.ascending(
+            *(_ids(c, n, rows, 9).sort(-1).values for n, rows in ((c.rows, c.batch), (c.slots, 1)))
+        ),
+        lambda c: _documents(
+            c, *(_ids(c, n, rows, 9).sort(-1).values.tolist() for n, rows in ((c.rows, c.batch), (c.slots, 1)))
+        ),
+    ),
     MaskCase("not", lambda c: ~Window(3), lambda c: lambda b, h, q, k: abs(q - k) >= 3, runs=2),
     MaskCase(
         "and, or, not",
@@ -288,6 +297,11 @@ SQUARE_MASKS = (
         "packed documents",
         lambda c: Causal() & Document.from_lengths(_packed(c)),
         _packed_seen,
+    ),
+    MaskCase(
+        "documents in ascending order",
+        lambda c: Document.ascending(_ids(c, c.rows, c.batch, 7).sort(-1).values),
+        lambda c: _documents(c, *[_ids(c, c.rows, c.batch, 7).sort(-1).values.tolist()] * 2),
     ),
     MaskCase(
         "document, same tokens",

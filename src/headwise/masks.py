@@ -263,7 +263,7 @@ class Document(Mask):
         """
         made = cls(query_ids, key_ids)
         keys = made.query_ids if made.key_ids is None else made.key_ids
-        rows = max(len(made.query_ids), len(keys))
+        rows = len(keys) if len(made.query_ids) == 1 else len(made.query_ids)
         keys, queries = (ids.expand(rows, -1).contiguous() for ids in (keys, made.query_ids))
         ends = [torch.searchsorted(keys, queries, right=right) for right in (False, True)]
         return replace(made, runs=torch.stack(ends, -1))

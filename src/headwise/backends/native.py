@@ -94,7 +94,7 @@ class Native(Backend):
 
     def run(self, x: Inputs) -> tuple[Float[Tensor, "B H T V"], Float[Tensor, "B H T"] | None]:
         wanted, learns = x.lse != "no", x.needs_grad
-        call = OPERATOR if learns or is_watched() else forward
+        call = OPERATOR if is_watched() else _Learned.apply if learns else forward
         out, lse, _rest = call(x.query, x.key, x.value, *_given(x), wanted or learns, learns, self.instructions)
         return out, lse if wanted else None
 
@@ -230,8 +230,8 @@ def backward(
     rest: Tensor,
     wanted: list[bool],
     *given: Any,
-) -> list[Tensor]:
-    """The gradients of query, key, value, bias, slopes, table and sinks; those not wanted are empty tensors.
+) -> list[Tensor | None]:
+    """The gradients of query, key, value, bias, slopes, table and sinks; None for those not wanted.
 
     Those of bias, slopes, table and sinks are still to be summed over what is broadcast. What is given is that of
     ``_call``, and the instructions.
@@ -246,7 +246,7 @@ def backward(
         out_grad.data_ptr(),
         *out_grad.stride()[:3],
         0 if lse_grad is None else lse_grad.data_ptr(),
-        *(grad.data_ptr() if want else 0 for grad, want in zip(grads, wanted, strict=True)),
+        *(0 if grad is None else grad.data_ptr() for grad in grads),
     )
     if KERNEL.hw_backward(call, gradients, given[-1].encode()):
         raise NO_MEMORY
@@ -391,8 +391,12 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32)
 
 
+def _operator_backward(out_grad: Tensor, *others: Any) -> list[Tensor]:
+    return [_empty(out_grad) if grad is None else grad for grad in backward(out_grad, *others)]
+
+
 _LIBRARY.impl("native", _operator, "CPU")
-_LIBRARY.impl("native_backward", backward, "CPU")
+_LIBRARY.impl("native_backward", _operator_backward, "CPU")
 
 
 @torch.library.register_fake("headwise::native", lib=_LIBRARY)
@@ -403,23 +407,22 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Te
 
 @torch.library.register_fake("headwise::native_backward", lib=_LIBRARY)
 def _shapes_backward(*args: Any) -> list[Tensor]:
-    return _gradients([args[6 + i] for i in _LEARN], args[5])
+    grads = _gradients([args[6 + i] for i in _LEARN], args[5])
+    return [_empty(args[0]) if grad is None else grad for grad in grads]
 
 
-def _gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor]:
+def _gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor | None]:
     """Room for the gradients of query, key, value, bias, slopes, table and sinks, of which some are wanted."""
     query, key, value, _bias, _slopes, table, _sinks = learn
     (batch, heads, rows), slots = query.shape[:3], key.shape[2]
-    grads: list[Tensor] = []
+    grads: list[Tensor | None] = []
     for tensor, want in zip((query, key, value), wanted[:3], strict=True):
         shape = tensor.shape
-        grads.append(
-            tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else _empty(tensor)
-        )
-    grads.append(query.new_zeros((batch, heads, rows, slots), dtype=torch.float32) if wanted[3] else _empty(query))
+        grads.append(tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else None)
+    grads.append(query.new_zeros((batch, heads, rows, slots), dtype=torch.float32) if wanted[3] else None)
     lengths = ((), () if table is None else (table.shape[-1],), ())
     for length, want in zip(lengths, wanted[4:], strict=True):
-        grads.append(query.new_empty((batch, heads, *length), dtype=torch.float32) if want else _empty(query))
+        grads.append(query.new_empty((batch, heads, *length), dtype=torch.float32) if want else None)
     return grads
 
 
@@ -429,8 +432,9 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.save_for_backward(*(inputs[i] for i in ctx.places), *output)
 
 
-def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     *tensors, out, lse, rest = ctx.saved_tensors
+    out_grad = torch.zeros_like(out) if out_grad is None else out_grad
     given = list(ctx.rest)
     for i, tensor in zip(ctx.places, tensors, strict=True):
         given[i] = tensor
@@ -438,7 +442,8 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None, _: Any) 
     found: list[Tensor | None] = [None] * len(given)
     if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
         leaves = [i for i, want in zip(_LEARN, wanted, strict=True) if want]
-        again = [pair for pair in zip(_plain(*given[:-3]), (out_grad, lse_grad), strict=True) if pair[0].requires_grad]
+        made_by = zip(_plain(*given[:-3]), (out_grad, lse_grad), strict=True)
+        again = [(made, grad) for made, grad in made_by if made.requires_grad and grad is not None]
         grads = torch.autograd.grad(
             [made for made, _ in again],
             [given[i] for i in leaves],
@@ -449,17 +454,31 @@ def _differentiate(ctx: Any, out_grad: Tensor, lse_grad: Tensor | None, _: Any) 
         for i, grad in zip(leaves, grads, strict=True):
             found[i] = grad
         return tuple(found)
-    grads = BACKWARD(out_grad, lse_grad, out, lse, rest, wanted, *given[:-3], given[-1])
-    for i, grad, want in zip(_LEARN, grads, wanted, strict=True):
+    call: Callable[..., list[Tensor | None]] = BACKWARD if is_watched() else backward
+    own = call(out_grad, lse_grad, out, lse, rest, wanted, *given[:-3], given[-1])
+    for i, grad, want in zip(_LEARN, own, wanted, strict=True):
         if want and i < 3:
             found[i] = grad
-        elif want:  # slopes, table and sinks come for each sequence
+        elif want and grad is not None:  # slopes, table and sinks come for each sequence
             grad = grad if i == _LEARN[3] else grad.sum(0)
             found[i] = grad.sum_to_size(given[i].shape).to(given[i].dtype)
     return tuple(found)
 
 
 torch.library.register_autograd("headwise::native", _differentiate, setup_context=_remember, lib=_LIBRARY)
+
+
+class _Learned(torch.autograd.Function):
+    """The same for autograd alone: torch takes a quarter of a millisecond to look up the arguments of an operator."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _operator(*inputs)
+        ctx.set_materialize_grads(False)
+        _remember(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate)
 
 
 def _plain(
