@@ -456,12 +456,12 @@ def _differentiate(ctx: Any, out_grad: Tensor | None, lse_grad: Tensor | None, _
         return tuple(found)
     call: Callable[..., list[Tensor | None]] = BACKWARD if is_watched() else backward
     own = call(out_grad, lse_grad, out, lse, rest, wanted, *given[:-3], given[-1])
-    for i, grad, want in zip(_LEARN, own, wanted, strict=True):
+    for i, part, want in zip(_LEARN, own, wanted, strict=True):
         if want and i < 3:
-            found[i] = grad
-        elif want and grad is not None:  # slopes, table and sinks come for each sequence
-            grad = grad if i == _LEARN[3] else grad.sum(0)
-            found[i] = grad.sum_to_size(given[i].shape).to(given[i].dtype)
+            found[i] = part
+        elif want and part is not None:  # slopes, table and sinks come for each sequence
+            part = part if i == _LEARN[3] else part.sum(0)
+            found[i] = part.sum_to_size(given[i].shape).to(given[i].dtype)
     return tuple(found)
 
 
