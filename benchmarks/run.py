@@ -290,7 +290,9 @@ def term_sizes(problem: Problem, results: int) -> list[float]:
         query, key, value, grad = (t.double() for t in _piece(problem, rows, heads))
         scale, group = query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(group, 1).requires_grad_(backward) for t in (key, value))
-        out, weights, _ = _helpers().plain_attention(query, key, value, _of(problem.allowed, rows, heads, group))
+        added = {} if problem.bias is None else {"modify": lambda scores: scores + problem.bias.detach().double()}
+        allowed = _of(problem.allowed, rows, heads, group)
+        out, weights, _ = _helpers().plain_attention(query, key, value, allowed, **added)
         shares = torch.autograd.grad(out, (key, value), grad) if backward else ()
         weights, key, value = (t.detach().square() for t in (weights, key, value))
         squares = [weights @ value * (device != CPU)]
@@ -299,6 +301,8 @@ def term_sizes(problem: Problem, results: int) -> list[float]:
             sums = [scores.mT @ query.square(), weights.mT @ grad.square()]
             sums = [t + share.square() * (group > 1) for t, share in zip(sums, shares, strict=True)]
             squares += [scores @ key, *(t.unflatten(1, (-1, group)).sum(2) for t in sums)]
+            if problem.bias is not None:
+                squares.append(scores.sum(0) / scale**2)
         sizes = [max(size, t.max().sqrt().item()) for size, t in zip(sizes, squares, strict=True)]
     return sizes
 

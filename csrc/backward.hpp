@@ -193,7 +193,10 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                         if (slope_grad) *slope_grad += sum;
                         for (int64_t c = 0; table_grad && c < wanted; ++c) table_grad[within(away + c + middle, 0, x->table_size - 1)] += grads[c];
                     }
-                    if (g->bias) std::memcpy(g->bias + (pair * rows + t) * x->slots + at + from[k], grads, wanted * sizeof(float));
+                    if (g->bias) {
+                        float *sum = g->bias + b * g->bias_stride + (h * rows + t) * x->slots + at + from[k];
+                        for (int64_t c = 0; c < wanted; ++c) sum[c] += grads[c];
+                    }
                     for (int64_t c = 0; x->softcap > 0 && c < wanted; ++c) grads[c] *= cap[c];
                     // what the sums below read beyond the columns of this group
                     for (int64_t c = left; c < from[k]; ++c) p[r * TILE + c] = s[r * TILE + c] = 0;
@@ -238,7 +241,8 @@ void gather(const hw_call *x, const float *from, void *to, int64_t pair, int64_t
     }
 }
 
-int backward(const hw_call *x, const hw_gradients *g) {
+int backward(const hw_call *given, const hw_gradients *g) {
+    const hw_call found = looked_at(given), *x = &found;
     const int64_t pairs = x->batch * x->heads, shared = x->batch * x->kv_heads;
     if (!pairs || !shared) return HW_OK;
     const bool direct = x->heads == x->kv_heads && x->dtype == HW_FLOAT32;  // each head writes what it finds
@@ -250,7 +254,9 @@ int backward(const hw_call *x, const hw_gradients *g) {
         key_grads = g->key ? memory : nullptr, value_grads = g->value ? memory + keys : nullptr;
     }
     int status = HW_OK;
-    const int threads = threads_for(x, pairs);
+    // sequences that share the gradient of a bias are one task, in their order
+    const int64_t each = g->bias && g->bias_stride == 0 ? x->batch : 1;
+    const int threads = threads_for(x, pairs / each);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *mine = take(work_bytes(x) / sizeof(float) + 1);
@@ -261,10 +267,10 @@ int backward(const hw_call *x, const hw_gradients *g) {
             status = HW_NO_MEMORY;
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < pairs; ++i)
-            if (mine) {
-                const int64_t b = i / x->heads, h = i % x->heads, heads = direct ? x->heads : 1;
-                const int64_t first = direct ? b * x->slots * heads + h : i * x->slots;  // row of its first key
+        for (int64_t task = 0; task < pairs / each; ++task)
+            for (int64_t k = 0; mine && k < each; ++k) {
+                const int64_t b = each > 1 ? k : task / x->heads, h = task % x->heads, heads = direct ? x->heads : 1;
+                const int64_t first = direct ? b * x->slots * heads + h : (b * x->heads + h) * x->slots;  // row of its first key
                 head_backward(x, g, b, h, key_grads ? key_grads + first * x->head_dim : nullptr, heads * x->head_dim,
                               value_grads ? value_grads + first * x->v_head_dim : nullptr, heads * x->v_head_dim, y);
             }

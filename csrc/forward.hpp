@@ -241,7 +241,30 @@ range reach(const hw_call *x, int64_t b, int64_t h, int64_t t) {
 }
 
 // Whether nothing but its range says what a row sees.
-inline bool plain(const hw_call *x) { return !x->mask && !x->bias && (!x->runs || x->run_count == 1); }
+inline bool plain(const hw_call *x) { return !x->mask && !x->bias_hides && (!x->runs || x->run_count == 1); }
+
+// The call, and whether its bias hides anything: looked for once, where most hold no -inf.
+hw_call looked_at(const hw_call *x) {
+    hw_call found = *x;
+    found.bias_hides = 0;
+    if (!x->bias) return found;
+    const int64_t sizes[4] = {x->batch, x->heads, x->rows, x->slots}, *step = x->bias_stride;
+    int64_t n[4];
+    for (int i = 0; i < 4; ++i) n[i] = step[i] ? sizes[i] : 1;
+    int hides = 0;
+#pragma omp parallel for num_threads(x->threads) reduction(| : hides) if (x->threads > 1 && n[0] * n[1] * n[2] * n[3] >= SMALL)
+    for (int64_t i = 0; i < n[0] * n[1] * n[2]; ++i) {
+        const float *p = x->bias + i / n[2] / n[1] * step[0] + i / n[2] % n[1] * step[1] + i % n[2] * step[2];
+        int any = 0;
+        if (step[3] == 1)
+            for (int64_t c = 0; c < n[3]; ++c) any |= p[c] == NONE;
+        else
+            for (int64_t c = 0; c < n[3]; ++c) any |= p[c * step[3]] == NONE;
+        hides |= any;
+    }
+    found.bias_hides = hides;
+    return found;
+}
 
 // Sets the scores of slots at ... at + n that a row may not see to -inf, and marks the others in seen.
 void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_t at, int64_t n, float *s, uint8_t *seen) {
@@ -263,7 +286,7 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
         else
             for (int64_t c = 0; c < n; ++c) open[c] &= p[c * x->mask_stride[3]] != 0;
     }
-    if (x->bias) {
+    if (x->bias_hides) {
         const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
         if (x->bias_stride[3] == 1)
             for (int64_t c = 0; c < n; ++c) open[c] &= p[c] != NONE;
@@ -337,11 +360,14 @@ void drop(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t
         }
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    const uint32_t *words[4] = {c0, c1, c2, c3};
-    for (int64_t c = 0; c < n; ++c) {
-        const int64_t k = first + c;
-        by[c] = words[k & 3][(k >> 2) - base] < x->threshold ? 0 : x->keep;
+    const uint32_t last = (uint32_t)(x->threshold - 1);  // of the words that drop
+    const float keep = x->keep;
+    float all[4 * MANY];
+    for (int64_t i = 0; i < groups; ++i) {
+        all[4 * i] = c0[i] > last ? keep : 0, all[4 * i + 1] = c1[i] > last ? keep : 0;
+        all[4 * i + 2] = c2[i] > last ? keep : 0, all[4 * i + 3] = c3[i] > last ? keep : 0;
     }
+    std::memcpy(by, all + (first & 3), n * sizeof(float));
 }
 
 // ---- the softmax of a row, which goes on from tile to tile
@@ -845,7 +871,8 @@ int many(const hw_call *x) {
     return status;
 }
 
-int forward(const hw_call *x) {
+int forward(const hw_call *given) {
+    const hw_call found = looked_at(given), *x = &found;
     if (!x->batch || !x->heads || !x->rows) return HW_OK;
     if (x->heads / x->kv_heads * x->rows <= FEW && x->slots >= 4 * FEW) return few(x);
 #if PAIRS

@@ -42,6 +42,7 @@ typedef struct {
     float softcap;                                /* comes first; 0 for none */
     int32_t dtype;
     int32_t threads;
+    int32_t bias_hides;                           /* whether it holds -inf; found by the kernel */
 } hw_call;
 
 /* What the backward of a call reads beside it, and writes: gradients in the dtype of the call, laid out as their
@@ -51,7 +52,8 @@ typedef struct {
     int64_t out_grad_stride[3];
     const float *lse_grad;                        /* B H T, contiguous; NULL for 0 */
     void *query, *key, *value;                    /* B T H D, B S K D, B S K V */
-    float *bias;                                  /* B H T S, contiguous and filled with 0 */
+    float *bias;                                  /* B H T S, contiguous and filled with 0; or H T S, summed over B, */
+    int64_t bias_stride;                          /* where the stride of B is 0 */
     float *slopes, *table, *sinks;                /* B H, B H table_size, B H: for each sequence of its own */
 } hw_gradients;
 

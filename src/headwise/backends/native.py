@@ -42,12 +42,13 @@ CALL = struct.Struct(
     "q"  # distance
     "P"  # sinks
     "QQ3q"  # seed, threshold, first_query, first_key, first_head
-    "fffii0q"  # keep, scale, softcap, dtype, threads
+    "fffiii0q"  # keep, scale, softcap, dtype, threads, bias_hides
 )
 
 
 POINTERS = struct.Struct("@6P")  # what CALL begins with
-GRADIENTS = struct.Struct("@P3qP7P")  # hw_gradients: out_grad, its strides, lse_grad, and what is written
+# hw_gradients: out_grad, its strides, lse_grad, and what is written: query, key, value, bias, its stride, slopes …
+GRADIENTS = struct.Struct("@P3qP4Pq3P")
 
 
 class Native(Backend):
@@ -242,11 +243,14 @@ def backward(
     if lse_grad is not None:
         lse_grad = lse_grad.float().contiguous()
     grads = _gradients([given[i] for i in _LEARN], wanted)
+    pointers = [0 if grad is None else grad.data_ptr() for grad in grads]
     gradients = GRADIENTS.pack(
         out_grad.data_ptr(),
         *out_grad.stride()[:3],
         0 if lse_grad is None else lse_grad.data_ptr(),
-        *(0 if grad is None else grad.data_ptr() for grad in grads),
+        *pointers[:4],
+        0 if grads[3] is None or len(grads[3]) == 1 else grads[3].stride(0),
+        *pointers[4:],
     )
     if KERNEL.hw_backward(call, gradients, given[-1].encode()):
         raise NO_MEMORY
@@ -318,7 +322,7 @@ def _call(
                 if seed is None
                 else (int(seed) % 2**64, math.ceil(dropout_p * 2**32), *starts, 1 / (1 - dropout_p))
             ),
-            *(scale, softcap, DTYPES[query.dtype], torch.get_num_threads()),
+            *(scale, softcap, DTYPES[query.dtype], torch.get_num_threads(), 0),
         ),
         kept,
     )
@@ -413,13 +417,14 @@ def _shapes_backward(*args: Any) -> list[Tensor]:
 
 def _gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor | None]:
     """Room for the gradients of query, key, value, bias, slopes, table and sinks, of which some are wanted."""
-    query, key, value, _bias, _slopes, table, _sinks = learn
+    query, key, value, bias, _slopes, table, _sinks = learn
     (batch, heads, rows), slots = query.shape[:3], key.shape[2]
     grads: list[Tensor | None] = []
     for tensor, want in zip((query, key, value), wanted[:3], strict=True):
         shape = tensor.shape
         grads.append(tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else None)
-    grads.append(query.new_zeros((batch, heads, rows, slots), dtype=torch.float32) if wanted[3] else None)
+    each = 1 if bias is None or bias.dim() == 2 or bias.shape[0] == 1 else batch
+    grads.append(query.new_zeros((each, heads, rows, slots), dtype=torch.float32) if wanted[3] else None)
     lengths = ((), () if table is None else (table.shape[-1],), ())
     for length, want in zip(lengths, wanted[4:], strict=True):
         grads.append(query.new_empty((batch, heads, *length), dtype=torch.float32) if want else None)
