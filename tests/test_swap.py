@@ -361,15 +361,18 @@ def test_the_fast_path_of_encoder_layers_does_not_pass_it_by(padded, monkeypatch
     assert len(calls) == 2
 
 
-def test_padding_tokens_of_an_encoder():
+def test_padding_tokens_of_an_encoder_are_zeros_as_before(monkeypatch):
     model, (x,) = made("encoder")
     encoder, real = model.encoder.eval(), lengths(3, 7)
-    report = swap(encoder)
-    assert report.notes == (NOTE, "The model: padding tokens no longer come out as zeros in evaluation mode.")
     with torch.no_grad():
-        assert (encoder(x, src_key_padding_mask=~real)[~real] != 0).all()
-        unswap(encoder)
-        assert encoder.use_nested_tensor and (encoder(x, src_key_padding_mask=~real)[~real] == 0).all()
+        before = encoder(x, src_key_padding_mask=~real)
+        assert swap(encoder).notes == (NOTE,) and encoder.use_nested_tensor
+        rows, attend = [], MultiheadAttention._attend
+        monkeypatch.setattr(MultiheadAttention, "_attend", lambda *a: rows.append(a[1].shape[:2]) or attend(*a))
+        after = encoder(x, src_key_padding_mask=~real)
+    assert (before[~real] == 0).all() and (after[~real] == 0).all()
+    assert_as_good_as(after, before.double(), terms=E, inner=before.norm().item() / before.numel() ** 0.5)
+    assert rows == [(1, int(real.sum()))] * 2  # one row of the real tokens alone
 
 
 def test_copies_and_files_can_be_unswapped():

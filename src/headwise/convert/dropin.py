@@ -5,7 +5,7 @@ The only place that knows that both boolean masks of that class mean the opposit
 
 from collections import OrderedDict
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from headwise.algebra import Mask
 from headwise.backends.reference import plain_precision
 from headwise.checks import check_dropout, check_dtype, check_size, check_tensor, check_weight_dtype
 from headwise.errors import ConversionError, ShapeError, UnsupportedError
-from headwise.functional import Observer, attention_weights, observed, prepare, run
-from headwise.masks import Causal, Dense, Full, Padding, Prefix
+from headwise.functional import Observer, attend, attention_weights, observed, prepare, run
+from headwise.masks import Causal, Dense, Document, Full, Padding, Prefix
 from headwise.positions import Positions
 from headwise.projections import PROJECTIONS, take_apart
 from headwise.score_mods import Bias, ScoreMod
@@ -307,18 +307,30 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "is_causal=True needs query and key to be the same nested tensor, as in self-attention; give padded "
                 "tensors and an attn_mask."
             )
+        if query is key is value and not self._appended and not need_weights:  # one row, in which nothing is padding
+            lengths = [len(sequence) for sequence in query.unbind()]
+            row = torch.cat(list(query.unbind()))[None]
+            self._check(row, row, row)
+            documents: Mask = Document.from_lengths(lengths, device=query.device)
+            documents = documents & Causal() if is_causal else documents
+            out, _ = self._attend(row, row, row, 0, documents, (), False, False)
+            return self._as_nested(list(out[0].split(lengths)), query), None
         padded = {id(x): nn.utils.rnn.pad_sequence(list(x.unbind()), batch_first=True) for x in (query, key, value)}
         q_BTE, k_BSE, v_BSE = padded[id(query)], padded[id(key)], padded[id(value)]
         self._check(q_BTE, k_BSE, v_BSE)
-        lengths = torch.tensor([len(sequence) for sequence in key.unbind()], device=query.device)
-        seen = Padding(lengths) & Causal() if is_causal else Padding(lengths)
+        real = Padding(torch.tensor([len(sequence) for sequence in key.unbind()], device=query.device))
+        seen = real & Causal() if is_causal else real
         mask = self._also_appended(seen, k_BSE.shape[1])
         out, weights = self._attend(q_BTE, k_BSE, v_BSE, 0, mask, (), need_weights, average_attn_weights)
         cut = [row[: len(sequence)] for row, sequence in zip(out, query.unbind(), strict=True)]
-        if query.layout == torch.jagged:  # with the very offsets of the query, so that the two can be added
-            offsets: Tensor = query.offsets()  # type: ignore[attr-defined]
-            return torch.nested.nested_tensor_from_jagged(torch.cat(cut), offsets), weights
-        return torch.nested.as_nested_tensor(cut), weights
+        return self._as_nested(cut, query), weights
+
+    @staticmethod
+    def _as_nested(sequences: list[Tensor], like: Tensor) -> Tensor:
+        if like.layout == torch.jagged:  # with the very offsets of the query, so that the two can be added
+            offsets: Tensor = like.offsets()  # type: ignore[attr-defined]
+            return torch.nested.nested_tensor_from_jagged(torch.cat(sequences), offsets)
+        return torch.nested.as_nested_tensor(sequences)
 
     def _attend(
         self,
@@ -338,15 +350,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         k_BHSD, v_BHSD = self._extended(k_BHSD, self.bias_k), self._extended(v_BHSD, self.bias_v)
         queries = Positions(rows, start=slots - rows)  # the last query stands with the last key that was given
         dropout_p = self.dropout if self.training else 0.0
-        lse: Literal["no", "value"] = "no" if self.observer is None else "value"
-        x = prepare(
-            q_BHTD, k_BHSD, v_BHSD, mask, score_mods, None, None, dropout_p, None, queries, None, lse
-        )  # fmt: skip
-        out_BHTD, found = run(x)
-        if self.observer is not None:
-            out_BHTD = observed(self.observer, x, out_BHTD, found)
+        call = (q_BHTD, k_BHSD, v_BHSD, mask, score_mods, None, None, dropout_p, None, queries, None)
+        if self.observer is None:
+            out_BHTD = attend(*call, "auto")
+        else:
+            x = prepare(*call, "value")
+            out_BHTD = observed(self.observer, x, *run(x))
         weights = None
         if need_weights:
+            x = prepare(*call)
             if isinstance(mask, Full) and not score_mods:  # nothing to hide, and no row that sees nothing
                 with plain_precision(x):
                     wide = torch.promote_types(x.query.dtype, torch.float32)
@@ -359,7 +371,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _heads(self, tokens: Tensor, batch_dim: int) -> Tensor:
         """Projected tokens as (batch, heads, tokens, head size)."""
-        split = tokens.unflatten(-1, (self.num_heads, self.head_dim))
+        split = tokens.view(*tokens.shape[:2], self.num_heads, self.head_dim)
         return split.permute(1, 2, 0, 3) if batch_dim else split.transpose(1, 2)
 
     @property

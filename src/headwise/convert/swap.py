@@ -99,9 +99,6 @@ def swap(model: nn.Module) -> Report:
     reaches any more (where there is such an optimizer, a warning says so). ``unswap`` makes new ones likewise.
     ``copy.deepcopy`` of a swapped model is swapped, and can be unswapped.
 
-    ``nn.TransformerEncoder`` no longer turns padded batches into nested tensors: what it gives at padding tokens, zeros
-    where it did, is now what its layers compute there. The others stay the same.
-
     Args:
         model: Any model. If it is an ``nn.MultiheadAttention`` itself, nothing holds it in which it could be replaced.
 
@@ -137,12 +134,6 @@ def swap(model: nn.Module) -> Report:
     notes = []
     if made:
         notes.append("Make optimizers after the swap: the projections of nn.MultiheadAttention are new parameters.")
-    for name, encoder in _named(model, nn.TransformerEncoder):
-        inside = any(type(part) is MultiheadAttention for part in encoder.modules())
-        if inside and getattr(encoder, "use_nested_tensor", False):
-            encoder.use_nested_tensor = False
-            setattr(encoder, BEFORE, True)
-            notes.append(f"{name or 'The model'}: padding tokens no longer come out as zeros in evaluation mode.")
     _name_others(model, swapped, left)
     if not swapped:
         notes.append("Nothing was swapped." if left else "There is no attention here that headwise could take over.")
@@ -198,9 +189,7 @@ def unswap(model: nn.Module) -> Report:
     told: set[int] = set()
     for name, part in model.named_modules():
         was: Any = vars(part).pop(BEFORE, None)
-        if was is True:
-            part.use_nested_tensor = True  # an encoder
-        elif was is not None:
+        if was is not None:
             now = _implementations(part)
             _set(part, {path: old if now[path] == NAME else now[path] for path, old in was.items()})
             config: Any = part.config
