@@ -867,3 +867,20 @@ def test_importing_does_not_import_transformers():
 
     code = "import sys, headwise.convert; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_documents_found_once_are_found_again_after_a_write():
+    """All layers ask about the same tensors, so the answer stays with them, until they hold other numbers."""
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    for lengths in ([2, 3], [3, 2], [5]):
+        positions.copy_(torch.cat([torch.arange(n) for n in lengths])[None])
+        for _ in range(2):
+            (got, _), x = call(position_ids=positions)
+            apart = headwise.Causal() & headwise.Document.from_lengths(lengths)
+            assert torch.equal(got, headwise.attention(*x, mask=apart).transpose(1, 2))
+    with torch.inference_mode():  # whose tensors do not count what is written into them
+        for lengths in ([2, 3], [3, 2]):
+            own = torch.cat([torch.arange(n) for n in lengths])[None]
+            (got, _), x = call(position_ids=own)
+            apart = headwise.Causal() & headwise.Document.from_lengths(lengths)
+            assert torch.equal(got, headwise.attention(*x, mask=apart).transpose(1, 2))

@@ -164,8 +164,10 @@ def make_runs(
     """Clamp runs to the slots, make empty ones (slots, slots), and sort them by start."""
     start, stop = torch.broadcast_tensors(start.clamp(0, slots), stop.clamp(0, slots))
     empty = stop <= start
-    start, order = torch.where(empty, slots, start).sort(dim=-1, stable=True)
-    stop = torch.where(empty, slots, stop).gather(-1, order)
+    start, stop = torch.where(empty, slots, start), torch.where(empty, slots, stop)
+    if start.shape[-1] > 1:
+        start, order = start.sort(dim=-1, stable=True)
+        stop = stop.gather(-1, order)
     return torch.stack([start, stop], -1).int()
 
 

@@ -207,6 +207,22 @@ def shared(
     elif crosses or _apart(attention_mask) or slots < rows or (slots > rows and not getattr(module, "is_causal", True)):
         return None  # the keys are other tokens, or the mask keeps the documents apart
     reads = not (torch.compiler.is_compiling() or position_ids.is_meta)
+    given_numbers = isinstance(start, int) and isinstance(first, int)
+    uncounted = position_ids.is_inference() or (real is not None and real.is_inference())
+    if not reads or not given_numbers or uncounted:
+        return _shared(position_ids, real, start, first, rows, slots, reads)
+    asked: Any = position_ids  # by every layer of a model, about the same tensors: what was found stays with them
+    form = (asked._version, None if real is None else real._version, slots, start, first)
+    held = getattr(asked, "headwise_shared", None)
+    if held is None or held[0] != form or held[1] is not real:
+        held = asked.headwise_shared = (form, real, _shared(asked, real, start, first, rows, slots, reads))
+    return held[2]
+
+
+def _shared(
+    position_ids: Tensor, real: Tensor | None, start: Any, first: Any, rows: int, slots: int, reads: bool
+) -> Document | None:
+    """The same, of positions that concern the keys of this call."""
     if reads and not (position_ids.diff(dim=-1) != 1).any():
         return None
     if real is not None:
