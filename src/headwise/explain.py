@@ -27,7 +27,7 @@ from headwise.masks import Dense, Full
 
 INSIDE = "in the backend"
 Event = tuple[str, Tensor, Tensor, nn.Module | None]  # what was done, before, after, by which module
-MOVES = {"unflatten": "split", "transpose": "transpose", "flatten": "merge", "to": "convert"}
+MOVES = {"view": "split", "transpose": "transpose", "flatten": "merge", "to": "convert"}
 
 
 @dataclass(frozen=True)
