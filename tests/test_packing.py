@@ -75,8 +75,8 @@ def test_documents_of_known_lengths_are_runs():
     assert spans.runs.shape == (1, 1, 13, 1, 2)
     assert int(spans.work()) == sum(n * (n + 1) // 2 for n in LENGTHS)
     cross = packed.mask_to(pack(sequences(85, (2, 3, 4, 6))))
-    assert cross.runs[:5].tolist() == [[0, 2]] * 5 and cross.runs[5].tolist() == [2, 5]
-    assert cross.runs[-1].tolist() == [9, 15]
+    assert cross.runs[0, :5].tolist() == [[0, 2]] * 5 and cross.runs[0, 5].tolist() == [2, 5]
+    assert cross.runs[0, -1].tolist() == [9, 15]
 
 
 def test_padded_batches_are_packed_and_padded_again():
