@@ -315,8 +315,8 @@ void softcap(const hw_call *x, int64_t n, float *s) {
 void shift(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
     const int64_t away = at + x->distance - t;
     if (x->slopes) {
-        const float slope = x->slopes[h];
-        for (int64_t c = 0; c < n; ++c) s[c] -= slope * (float)(away + c < 0 ? -away - c : away + c);
+        const float slope = x->slopes[h], first = (float)away;  // in float32, for vectors
+        for (int32_t c = 0; c < (int32_t)n; ++c) s[c] -= slope * __builtin_fabsf(first + (float)c);
     }
     if (x->table) {
         const float *table = x->table + h * x->table_size;

@@ -208,8 +208,8 @@ def shared(
         return None  # the keys are other tokens, or the mask keeps the documents apart
     reads = not (torch.compiler.is_compiling() or position_ids.is_meta)
     given_numbers = isinstance(start, int) and isinstance(first, int)
-    uncounted = position_ids.is_inference() or (real is not None and real.is_inference())
-    if not reads or not given_numbers or uncounted:
+    # tensors made in inference mode do not count what is written into them
+    if not reads or not given_numbers or position_ids.is_inference() or (real is not None and real.is_inference()):
         return _shared(position_ids, real, start, first, rows, slots, reads)
     asked: Any = position_ids  # by every layer of a model, about the same tensors: what was found stays with them
     form = (asked._version, None if real is None else real._version, slots, start, first)
