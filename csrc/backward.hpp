@@ -6,6 +6,9 @@ namespace hw {
 namespace ISA {
 
 constexpr int SOME = 16 * ROWS;  // query rows that are taken together
+// Numbers between rows of weights, which are read by columns: at a power of two these would fall on few places of the cache
+// and drive each other out.
+constexpr int STEP = TILE + 16;
 
 // c[R][WIDE] += a[R][n] b[n][WIDE]; with TURNED a is given by columns. A step of b is b_step numbers.
 template <int R, bool TURNED>
@@ -44,7 +47,7 @@ struct work {
 
 int64_t work_bytes(const hw_call *x) {
     const int64_t deep = padded(x->head_dim), wide = padded(x->v_head_dim);
-    const int64_t floats = x->rows * (2 * deep + wide + 2) + TILE * (3 * deep + 2 * wide) + 2 * SOME * TILE;
+    const int64_t floats = x->rows * (2 * deep + wide + 2) + TILE * (3 * deep + 2 * wide) + 2 * SOME * STEP;
     return floats * sizeof(float) + x->rows * sizeof(range) + x->slots + 64;
 }
 
@@ -53,8 +56,8 @@ void lay_out(work &y, float *memory, const hw_call *x) {
     y.query = memory, y.query_grad = y.query + x->rows * deep, y.out_grad = y.query_grad + x->rows * deep;
     y.keys = y.out_grad + x->rows * wide, y.key_panels = y.keys + TILE * deep, y.key_grad = y.key_panels + TILE * deep;
     y.value_panels = y.key_grad + TILE * deep, y.value_grad = y.value_panels + TILE * wide;
-    y.weights = y.value_grad + TILE * wide, y.score_grad = y.weights + SOME * TILE;
-    y.delta = y.score_grad + SOME * TILE, y.lse = y.delta + x->rows;
+    y.weights = y.value_grad + TILE * wide, y.score_grad = y.weights + SOME * STEP;
+    y.delta = y.score_grad + SOME * STEP, y.lse = y.delta + x->rows;
     y.sees = (range *)(y.lse + x->rows);
     y.seen = (uint8_t *)(y.sees + x->rows);
 }
@@ -81,18 +84,14 @@ void look(const hw_call *x, int64_t b, int64_t h, work &y) {
     }
 }
 
-// The derivative of the cap at scores that are capped already.
-inline void uncap(const hw_call *x, const float *capped, int64_t n, float *by) {
-    for (int64_t c = 0; c < n; ++c) by[c] = 1 - capped[c] / x->softcap * (capped[c] / x->softcap);
-}
-
 // Gradients of keys and values go to rows that lie key_step and value_step numbers apart.
 void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h, float *key_grads, int64_t key_step,
                    float *value_grads, int64_t value_step, work &y) {
     const int64_t kv = h / (x->heads / x->kv_heads), d = x->head_dim, v = x->v_head_dim, rows = x->rows;
     const int64_t deep = padded(d), wide = padded(v), pair = b * x->heads + h;
     const bool modified = modifies(x), simple = plain(x);
-    const float by = modified ? x->scale : x->scale * LOG2E;
+    vec steps;
+    for (int i = 0; i < LANES; ++i) steps[i] = (float)i;
     float *slope_grad = g->slopes ? g->slopes + pair : nullptr, *table_grad = g->table ? g->table + pair * x->table_size : nullptr;
     int64_t low = x->slots, high = 0;
     for (int64_t t = 0; t < rows; ++t) y.sees[t] = reach(x, b, h, t);
@@ -104,13 +103,14 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         const float lse = x->lse[pair * rows + t];
         // in a row that sees nothing only the log-sum-exp has a gradient, and that of a sink
         fill_row(grad, g->out_grad, b * g->out_grad_stride[0] + h * g->out_grad_stride[1] + t * g->out_grad_stride[2], v, wide, x->dtype);
-        float delta = 0;
+        vec product = {};
         const void *parts[2] = {x->out, x->rest};
         for (const void *part : parts) {
             if (!part) continue;
-            read_row(out, part, out_at(x, b, h, t), v, x->dtype);
-            for (int64_t i = 0; i < v; ++i) delta += out[i] * grad[i];
+            fill_row(out, part, out_at(x, b, h, t), v, padded(v), x->dtype);
+            for (int64_t i = 0; i < v; i += LANES) product += load(out + i) * load(grad + i);
         }
+        float delta = total(product);
         if (sees.start == sees.stop) delta = 0;
         if (g->lse_grad) delta -= g->lse_grad[pair * rows + t];
         if (x->sinks && x->sinks[h] != NONE) sink_grad -= exp2((x->sinks[h] - lse) * LOG2E) * delta;
@@ -119,7 +119,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
             std::memset(query, 0, deep * sizeof(float)), std::memset(grad, 0, wide * sizeof(float));
             continue;
         }
-        fill_row(query, x->query, query_at(x, b, h, t), d, deep, x->dtype, by);
+        fill_row(query, x->query, query_at(x, b, h, t), d, deep, x->dtype, scale_of(x));
         low = sees.start < low ? sees.start : low, high = sees.stop > high ? sees.stop : high;
     }
     if (g->sinks) g->sinks[pair] = sink_grad;
@@ -163,14 +163,14 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
             if (end <= begin) continue;
             for (int64_t k = begin / ROWS; k * ROWS < end; ++k) {
                 const int64_t r0 = k * ROWS, count = end - r0 < ROWS ? end - r0 : ROWS;
-                float *p = y.weights + r0 * TILE, *s = y.score_grad + r0 * TILE;
-                products<false>(count, d, y.query + (first + r0) * deep, deep, y.key_panels, from[k], to[k], p, TILE);
-                products<false>(count, v, y.out_grad + (first + r0) * wide, wide, y.value_panels, from[k], to[k], s, TILE);
+                float *p = y.weights + r0 * STEP, *s = y.score_grad + r0 * STEP;
+                products<false>(count, d, y.query + (first + r0) * deep, deep, y.key_panels, from[k], to[k], p, STEP);
+                products<false>(count, v, y.out_grad + (first + r0) * wide, wide, y.value_panels, from[k], to[k], s, STEP);
                 for (int64_t r = 0; r < count; ++r) {
                     const int64_t t = first + r0 + r, wanted = to[k] - from[k], whole = vectors(wanted);
-                    float *weights = p + r * TILE + from[k], *grads = s + r * TILE + from[k], cap[TILE];
+                    float *weights = p + r * STEP + from[k], *grads = s + r * STEP + from[k], cap[TILE];
                     uint8_t seen[TILE] = {0};
-                    if (x->softcap > 0) softcap(x, wanted, weights), uncap(x, weights, wanted, cap);
+                    if (x->softcap > 0) softcap(x, wanted, weights, LOG2E, cap);
                     if (modified) shift(x, b, h, t, at + from[k], wanted, weights);
                     if (!open[k]) hide(x, b, h, t, y.sees[t], at + from[k], wanted, weights, seen);
                     for (int64_t c = wanted; c < whole; ++c) weights[c] = NONE;
@@ -188,10 +188,19 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     }
                     if (slope_grad || table_grad) {
                         const int64_t away = at + from[k] + x->distance - t, middle = x->table_size / 2;
-                        float sum = 0;
-                        for (int64_t c = 0; slope_grad && c < wanted; ++c) sum -= grads[c] * (float)(away + c < 0 ? -away - c : away + c);
-                        if (slope_grad) *slope_grad += sum;
-                        for (int64_t c = 0; table_grad && c < wanted; ++c) table_grad[within(away + c + middle, 0, x->table_size - 1)] += grads[c];
+                        if (slope_grad) {  // in float32, for vectors
+                            vec sum = {}, distance = all((float)away) + steps;
+                            for (int64_t c = 0; c < whole; c += LANES, distance += (float)LANES)
+                                sum -= load(grads + c) * (vec)((ints)distance & std::numeric_limits<int32_t>::max());
+                            *slope_grad += total(sum);
+                        }
+                        if (table_grad) {
+                            const range part = in_table(x, away, wanted);
+                            for (int64_t c = 0; c < part.start; ++c) table_grad[0] += grads[c];
+                            float *sum = table_grad + away + middle;
+                            for (int64_t c = part.start; c < part.stop; ++c) sum[c] += grads[c];
+                            for (int64_t c = part.stop; c < wanted; ++c) table_grad[x->table_size - 1] += grads[c];
+                        }
                     }
                     if (g->bias) {
                         float *sum = g->bias + b * g->bias_stride + (h * rows + t) * x->slots + at + from[k];
@@ -199,12 +208,12 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     }
                     for (int64_t c = 0; x->softcap > 0 && c < wanted; ++c) grads[c] *= cap[c];
                     // what the sums below read beyond the columns of this group
-                    for (int64_t c = left; c < from[k]; ++c) p[r * TILE + c] = s[r * TILE + c] = 0;
-                    for (int64_t c = to[k]; c < padded(right); ++c) p[r * TILE + c] = s[r * TILE + c] = 0;
+                    for (int64_t c = left; c < from[k]; ++c) p[r * STEP + c] = s[r * STEP + c] = 0;
+                    for (int64_t c = to[k]; c < padded(right); ++c) p[r * STEP + c] = s[r * STEP + c] = 0;
                 }
                 if (to[k] > from[k])
                     for (int64_t j = 0; j < deep; j += WIDE)
-                        add_of<false>(count, to[k] - from[k], s + from[k], TILE, y.keys + from[k] * deep + j, deep,
+                        add_of<false>(count, to[k] - from[k], s + from[k], STEP, y.keys + from[k] * deep + j, deep,
                                       y.query_grad + (first + r0) * deep + j, deep);
             }
             for (int64_t c = left; c < right; c += ROWS) {
@@ -215,13 +224,13 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     if (from[k] < c + count && to[k] > c) r0 = k * ROWS < r0 ? k * ROWS : r0, r1 = (k + 1) * ROWS < end ? (k + 1) * ROWS : end;
                 if (r1 <= r0) continue;
                 for (int64_t j = 0; j < deep; j += WIDE)
-                    add_of<true>(count, r1 - r0, y.score_grad + r0 * TILE + c, TILE, y.query + (first + r0) * deep + j, deep, y.key_grad + c * deep + j, deep);
+                    add_of<true>(count, r1 - r0, y.score_grad + r0 * STEP + c, STEP, y.query + (first + r0) * deep + j, deep, y.key_grad + c * deep + j, deep);
                 for (int64_t j = 0; j < wide; j += WIDE)
-                    add_of<true>(count, r1 - r0, y.weights + r0 * TILE + c, TILE, y.out_grad + (first + r0) * wide + j, wide, y.value_grad + c * wide + j, wide);
+                    add_of<true>(count, r1 - r0, y.weights + r0 * STEP + c, STEP, y.out_grad + (first + r0) * wide + j, wide, y.value_grad + c * wide + j, wide);
             }
         }
         for (int64_t c = 0; c < n; ++c) {
-            for (int64_t i = 0; key_grads && i < d; ++i) key_grads[(at + c) * key_step + i] = y.key_grad[c * deep + i] * (modified ? 1 : LN2);
+            for (int64_t i = 0; key_grads && i < d; ++i) key_grads[(at + c) * key_step + i] = y.key_grad[c * deep + i] * (x->softcap > 0 ? 1 : LN2);
             if (value_grads) std::memcpy(value_grads + (at + c) * value_step, y.value_grad + c * wide, v * sizeof(float));
         }
     }

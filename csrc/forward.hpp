@@ -268,6 +268,13 @@ hw_call looked_at(const hw_call *x) {
 
 // Sets the scores of slots at ... at + n that a row may not see to -inf, and marks the others in seen.
 void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_t at, int64_t n, float *s, uint8_t *seen) {
+    const int64_t first = within(whole.start - at, 0, n), last = within(whole.stop - at, first, n);
+    if (plain(x)) {
+        for (int64_t c = 0; c < first; ++c) s[c] = NONE;
+        for (int64_t c = last; c < n; ++c) s[c] = NONE;
+        std::memset(seen + first, 1, last - first);
+        return;
+    }
     uint8_t open[SPLIT] = {0};
     if (x->runs) {
         const int32_t *run = runs_of(x, b, h, t);
@@ -275,10 +282,7 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
             const int64_t from = within(run[2 * i] - at, 0, n), to = within(run[2 * i + 1] - at, 0, n);
             if (to > from) std::memset(open + from, 1, to - from);
         }
-    } else {
-        const int64_t from = within(whole.start - at, 0, n), to = within(whole.stop - at, 0, n);
-        if (to > from) std::memset(open + from, 1, to - from);
-    }
+    } else std::memset(open + first, 1, last - first);
     if (x->mask) {
         const uint8_t *p = x->mask + b * x->mask_stride[0] + h * x->mask_stride[1] + t * x->mask_stride[2] + at * x->mask_stride[3];
         if (x->mask_stride[3] == 1)  // by itself, for vectors
@@ -301,43 +305,55 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
 
 inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
 
-// The cap of n scaled scores. Reads and writes up to a whole vector.
-void softcap(const hw_call *x, int64_t n, float *s) {
-    for (int64_t c = 0; c < n; c += LANES) {  // tanh y = sign(y) (1 - e) / (1 + e), e = exp(-2 |y|)
-        const ints y = (ints)(load(s + c) * (1 / x->softcap));
-        const ints sign = y & std::numeric_limits<int32_t>::min();
-        const vec e = exp2((vec)(y ^ sign) * (-2 * LOG2E));
-        store(s + c, (vec)((ints)((1.0f - e) / (1.0f + e)) ^ sign) * x->softcap);
+// The cap of n scaled scores, times a number, and its derivative where there is room for it. Reads and writes up to a
+// whole vector.
+void softcap(const hw_call *x, int64_t n, float *s, float by, float *derivative = nullptr) {
+    const float into = 2 * LOG2E / x->softcap, cap = x->softcap * by;
+    for (int64_t c = 0; c < n; c += LANES) {  // 1 - tanh y = 2 / (1 + exp 2y)
+        const vec y = load(s + c) * into, rest = 2.0f / (1.0f + exp2(all(126.0f) < y ? all(126.0f) : y));
+        store(s + c, cap - cap * rest);
+        if (derivative) store(derivative + c, rest * (2.0f - rest));
     }
 }
 
-// What is added to the scores of a row after the cap; they leave it times log2 e.
+// Of n slots, the first at a distance, those that have an entry of their own: those before share the first entry, those
+// after it the last.
+inline range in_table(const hw_call *x, int64_t away, int64_t n) {
+    const int64_t first = -(away + x->table_size / 2), start = within(first, 0, n);
+    return {(int32_t)start, (int32_t)within(first + x->table_size, start, n)};
+}
+
+// What is added to the scores of a row after the cap, which are times log2 e.
 void shift(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
     const int64_t away = at + x->distance - t;
     if (x->slopes) {
-        const float slope = x->slopes[h], first = (float)away;  // in float32, for vectors
+        const float slope = x->slopes[h] * LOG2E, first = (float)away;  // in float32, for vectors
         for (int32_t c = 0; c < (int32_t)n; ++c) s[c] -= slope * __builtin_fabsf(first + (float)c);
     }
     if (x->table) {
-        const float *table = x->table + h * x->table_size;
-        const int64_t middle = x->table_size / 2;
-        for (int64_t c = 0; c < n; ++c) s[c] += table[within(away + c + middle, 0, x->table_size - 1)];
+        const float *table = x->table + h * x->table_size, *here = table + away + x->table_size / 2;
+        const range part = in_table(x, away, n);
+        for (int64_t c = 0; c < part.start; ++c) s[c] += table[0] * LOG2E;
+        for (int64_t c = part.start; c < part.stop; ++c) s[c] += here[c] * LOG2E;
+        for (int64_t c = part.stop; c < n; ++c) s[c] += table[x->table_size - 1] * LOG2E;
     }
     if (x->bias) {
         const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
         if (x->bias_stride[3] == 1)
-            for (int64_t c = 0; c < n; ++c) s[c] += p[c];
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c] * LOG2E;
         else
-            for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]] * LOG2E;
     }
-    for (int64_t c = 0; c < n; ++c) s[c] *= LOG2E;
 }
 
-// What is done to the scaled scores of a row, which are still to be multiplied by scale; they leave it times log2 e.
+// What scores are multiplied by before they are modified: a cap brings log2 e itself.
+inline float scale_of(const hw_call *x) { return x->softcap > 0 ? x->scale : x->scale * LOG2E; }
+
+// What is done to the scores of a row, which are still to be multiplied by scale.
 void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s, float scale) {
     if (scale != 1)
         for (int64_t c = 0; c < n; ++c) s[c] *= scale;
-    if (x->softcap > 0) softcap(x, n, s);
+    if (x->softcap > 0) softcap(x, n, s, LOG2E);
     shift(x, b, h, t, at, n, s);
 }
 
@@ -401,7 +417,7 @@ float soften(state &row, float *s, int64_t n, float scale) {
         sum[0] += p;
         store(s + even, p);
     }
-    const float by = row.top == now ? 1 : exp2(row.top - base);
+    const float by = row.top == now || row.top == NONE ? 1 : exp2(row.top - base);  // nothing to multiply before the first
     row.sum = row.sum * by + total(sum[0] + sum[1]);
     row.top = now;
     return by;
@@ -553,7 +569,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
     const int64_t kv = h / (x->heads / x->kv_heads), d = DUAL ? (x->head_dim + 1) / 2 : x->head_dim, wide = padded(x->v_head_dim);
     const bool modified = modifies(x) || (DUAL && x->scale <= 0), simple = plain(x);
     // pairs are multiplied as they came, and the scale follows
-    const float scale = modified ? x->scale : x->scale * LOG2E, later = DUAL ? scale : 1;
+    const float scale = scale_of(x), later = DUAL ? scale : 1;
     int64_t low = x->slots, high = 0;
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t from = query_at(x, b, h, first + r);
@@ -745,7 +761,7 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
     if (high <= low) return;
     at += low, n = high - low;
     for (int64_t r = 0; r < rows; ++r) {
-        read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
+        read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, scale_of(x));
         for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
         if (x->dtype == HW_BFLOAT16) apart(query[r], deep);
     }
