@@ -62,6 +62,10 @@ void lay_out(work &y, float *memory, const hw_call *x) {
     y.seen = (uint8_t *)(y.sees + x->rows);
 }
 
+inline int64_t out_grad_at(const hw_gradients *g, int64_t b, int64_t h, int64_t t) {
+    return b * g->out_grad_stride[0] + h * g->out_grad_stride[1] + t * g->out_grad_stride[2];
+}
+
 // A row as float32, zero up to wide.
 inline void fill_row(float *to, const void *from, int64_t at, int64_t n, int64_t wide, int32_t dtype, float by = 1) {
     read_row(to, from, at, n, dtype, by);
@@ -94,6 +98,14 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
     for (int i = 0; i < LANES; ++i) steps[i] = (float)i;
     float *slope_grad = g->slopes ? g->slopes + pair : nullptr, *table_grad = g->table ? g->table + pair * x->table_size : nullptr;
     int64_t low = x->slots, high = 0;
+    const int64_t nearest = rows ? reach(x, b, h, 0).start : 0;
+    for (int64_t r = 0; r < AHEAD; ++r) {  // before anything waits for one of them
+        fetch(x->query, query_at(x, b, h, r), d, x->dtype);
+        fetch(x->out, out_at(x, b, h, r), v, x->dtype);
+        fetch(g->out_grad, out_grad_at(g, b, h, r), v, x->dtype);
+        fetch(x->key, key_at(x, b, kv, nearest + r), d, x->dtype);
+        fetch(x->value, value_at(x, b, kv, nearest + r), v, x->dtype);
+    }
     for (int64_t t = 0; t < rows; ++t) y.sees[t] = reach(x, b, h, t);
     if (!simple) look(x, b, h, y);
     float sink_grad = 0;
@@ -101,8 +113,11 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         const range sees = y.sees[t];
         float *query = y.query + t * deep, *grad = y.out_grad + t * wide, out[MOST];
         const float lse = x->lse[pair * rows + t];
+        fetch(x->query, query_at(x, b, h, t + AHEAD), d, x->dtype);
+        fetch(x->out, out_at(x, b, h, t + AHEAD), v, x->dtype);
+        fetch(g->out_grad, out_grad_at(g, b, h, t + AHEAD), v, x->dtype);
         // in a row that sees nothing only the log-sum-exp has a gradient, and that of a sink
-        fill_row(grad, g->out_grad, b * g->out_grad_stride[0] + h * g->out_grad_stride[1] + t * g->out_grad_stride[2], v, wide, x->dtype);
+        fill_row(grad, g->out_grad, out_grad_at(g, b, h, t), v, wide, x->dtype);
         vec product = {};
         const void *parts[2] = {x->out, x->rest};
         for (const void *part : parts) {
@@ -134,6 +149,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         const int64_t n = high - at < TILE ? high - at : TILE;
         for (int64_t c = 0; c < n; ++c) {
             float *key = y.keys + c * deep;
+            fetch(x->key, key_at(x, b, kv, at + c + AHEAD), d, x->dtype);
             if (simple || y.seen[at + c]) fill_row(key, x->key, key_at(x, b, kv, at + c), d, deep, x->dtype);
             else std::memset(key, 0, deep * sizeof(float));
         }
@@ -230,12 +246,17 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
             }
         }
         for (int64_t c = 0; c < n; ++c) {
+            if (key_grads) fetch<1>(key_grads, (at + c + AHEAD) * key_step, d, HW_FLOAT32);
+            if (value_grads) fetch<1>(value_grads, (at + c + AHEAD) * value_step, v, HW_FLOAT32);
             for (int64_t i = 0; key_grads && i < d; ++i) key_grads[(at + c) * key_step + i] = y.key_grad[c * deep + i] * (x->softcap > 0 ? 1 : LN2);
             if (value_grads) std::memcpy(value_grads + (at + c) * value_step, y.value_grad + c * wide, v * sizeof(float));
         }
     }
     if (g->query)
-        for (int64_t t = 0; t < rows; ++t) write_row(g->query, ((b * rows + t) * x->heads + h) * d, y.query_grad + t * deep, d, x->dtype, x->scale);
+        for (int64_t t = 0; t < rows; ++t) {
+            fetch<1>(g->query, ((b * rows + t + AHEAD) * x->heads + h) * d, d, x->dtype);
+            write_row(g->query, ((b * rows + t) * x->heads + h) * d, y.query_grad + t * deep, d, x->dtype, x->scale);
+        }
 }
 
 // The sum of what the heads of a group found, in their order.

@@ -134,6 +134,16 @@ inline void products(int64_t rows, int64_t n, const float *a, int64_t a_stride, 
 
 // ---- reading and writing
 
+constexpr int AHEAD = 8;  // rows: memory is slower than the sums, and rows may lie far apart
+
+// Asks for n numbers that will soon be read, or written.
+template <int WRITTEN = 0>
+inline void fetch(const void *from, int64_t at, int64_t n, int32_t dtype) {
+    const int64_t size = dtype == HW_FLOAT32 ? 4 : 2;
+    const uintptr_t first = (uintptr_t)from + at * size;  // which may lie beyond the last row, where nothing is read
+    for (int64_t i = 0; i < n * size; i += 64) __builtin_prefetch((const void *)(first + i), WRITTEN);
+}
+
 inline float number(const void *from, int64_t at, int32_t dtype) {
     if (dtype == HW_FLOAT32) return ((const float *)from)[at];
     const uint16_t x = ((const uint16_t *)from)[at];
@@ -474,6 +484,7 @@ void pack_rows(const void *from, int64_t first, int64_t stride, int64_t size, in
         for (int64_t c = 0; c < LANES; ++c) {
             // beyond the last row any will do: what comes of it is not read
             const int64_t at = first + (j + c < n ? j + c : j) * stride;
+            fetch(from, first + (j + c + LANES) * stride, size, dtype);
             p[c] = rows[c];
             if (DUAL) copy_pairs(rows[c], from, at, size);
             else if (dtype == HW_FLOAT32) p[c] = (const float *)from + at;
@@ -501,6 +512,7 @@ void pack_values(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n,
         const int64_t from = value_at(x, b, kv, at + c);
         const float *p = (const float *)x->value + from;
         const bool shown = !seen || seen[c];
+        fetch(x->value, value_at(x, b, kv, at + c + AHEAD), v, x->dtype);
         if (!shown || x->dtype != HW_FLOAT32 || v != wide) {
             if (shown) read_row(row, x->value, from, v, x->dtype);
             for (int64_t i = shown ? v : 0; i < wide; ++i) row[i] = 0;
@@ -571,8 +583,15 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
     // pairs are multiplied as they came, and the scale follows
     const float scale = scale_of(x), later = DUAL ? scale : 1;
     int64_t low = x->slots, high = 0;
+    const int64_t nearest = reach(x, b, h, first).start;
+    for (int64_t r = 0; r < AHEAD; ++r) {  // before anything waits for one of them
+        fetch(x->query, query_at(x, b, h, first + r), x->head_dim, x->dtype);
+        fetch(x->key, key_at(x, b, kv, nearest + r), x->head_dim, x->dtype);
+        fetch(x->value, value_at(x, b, kv, nearest + r), x->v_head_dim, x->dtype);
+    }
     for (int64_t r = 0; r < rows; ++r) {
         const int64_t from = query_at(x, b, h, first + r);
+        fetch(x->query, query_at(x, b, h, first + r + AHEAD), x->head_dim, x->dtype);
         if (DUAL) copy_pairs(y.query + r * d, x->query, from, x->head_dim);
         else read_row(y.query + r * d, x->query, from, d, x->dtype, scale);
         y.row[r] = {NONE, 0};
@@ -637,6 +656,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
         }
     }
     for (int64_t r = 0; r < rows; ++r) {
+        fetch<1>(x->out, out_at(x, b, h, first + r + AHEAD), x->v_head_dim, x->dtype);
         if (DUAL) together(y.out + r * wide, wide);
         finish(x, b, h, first + r, y.row[r], y.out + r * wide);
     }
