@@ -315,14 +315,33 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
 
 inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
 
+// tanh, for y within 9: the nearest quotient of two polynomials. Unlike a formula of exp it is as good, relative to its
+// value, where that is small.
+inline vec tanh(vec y) {
+    const vec u = y * y;
+    vec p = all(-8.48815677e-14f), q = all(2.54614348e-04f);
+    p = p * u + 5.27778252e-11f;
+    p = p * u - 2.02250012e-08f;
+    p = p * u + 1.11542829e-05f;
+    p = p * u + 3.10395597e-03f;
+    p = p * u + 1.30840107e-01f;
+    p = p * u + 1.0f;
+    q = q * u + 2.44951798e-02f;
+    q = q * u + 4.64173378e-01f;
+    q = q * u + 1.0f;
+    return y * p / q;
+}
+
 // The cap of n scaled scores, times a number, and its derivative where there is room for it. Reads and writes up to a
 // whole vector.
 void softcap(const hw_call *x, int64_t n, float *s, float by, float *derivative = nullptr) {
-    const float into = 2 * LOG2E / x->softcap, cap = x->softcap * by;
-    for (int64_t c = 0; c < n; c += LANES) {  // 1 - tanh y = 2 / (1 + exp 2y)
-        const vec y = load(s + c) * into, rest = 2.0f / (1.0f + exp2(all(126.0f) < y ? all(126.0f) : y));
-        store(s + c, cap - cap * rest);
-        if (derivative) store(derivative + c, rest * (2.0f - rest));
+    const vec most = all(9 * x->softcap), least = -most;  // beyond which tanh is 1 in float32
+    for (int64_t c = 0; c < n; c += LANES) {
+        vec y = load(s + c);
+        y = most < y ? most : y, y = least > y ? least : y;  // NaN stays
+        const vec share = tanh(y * (1 / x->softcap));
+        store(s + c, share * (x->softcap * by));
+        if (derivative) store(derivative + c, 1.0f - share * share);
     }
 }
 
