@@ -108,6 +108,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
     }
     for (int64_t t = 0; t < rows; ++t) y.sees[t] = reach(x, b, h, t);
     if (!simple) look(x, b, h, y);
+    const float into = modified ? LOG2E : 1;
     float sink_grad = 0;
     for (int64_t t = 0; t < rows; ++t) {
         const range sees = y.sees[t];
@@ -134,7 +135,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
             std::memset(query, 0, deep * sizeof(float)), std::memset(grad, 0, wide * sizeof(float));
             continue;
         }
-        fill_row(query, x->query, query_at(x, b, h, t), d, deep, x->dtype, scale_of(x));
+        fill_row(query, x->query, query_at(x, b, h, t), d, deep, x->dtype, modified ? x->scale : x->scale * LOG2E);
         low = sees.start < low ? sees.start : low, high = sees.stop > high ? sees.stop : high;
     }
     if (g->sinks) g->sinks[pair] = sink_grad;
@@ -186,7 +187,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     const int64_t t = first + r0 + r, wanted = to[k] - from[k], whole = vectors(wanted);
                     float *weights = p + r * STEP + from[k], *grads = s + r * STEP + from[k], cap[TILE];
                     uint8_t seen[TILE] = {0};
-                    if (x->softcap > 0) softcap(x, wanted, weights, LOG2E, cap);
+                    if (x->softcap > 0) softcap(x, wanted, weights, cap);
                     if (modified) shift(x, b, h, t, at + from[k], wanted, weights);
                     if (!open[k]) hide(x, b, h, t, y.sees[t], at + from[k], wanted, weights, seen);
                     for (int64_t c = wanted; c < whole; ++c) weights[c] = NONE;
@@ -197,7 +198,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
                     for (int64_t c = 0; c < whole; c += LANES) {
                         const vec score = load(weights + c);
                         const ints hidden = score == NONE;  // its gradient is 0, whatever stands there
-                        const vec weight = (vec)((ints)exp2(score - lse) & ~hidden);
+                        const vec weight = (vec)((ints)exp2(score * into - lse) & ~hidden);
                         const vec kept = x->keep > 0 ? load(keep + c) : all(1);
                         store(weights + c, weight * kept);
                         store(grads + c, (vec)((ints)(weight * (load(grads + c) * kept - delta)) & ~hidden));
@@ -248,7 +249,7 @@ void head_backward(const hw_call *x, const hw_gradients *g, int64_t b, int64_t h
         for (int64_t c = 0; c < n; ++c) {
             if (key_grads) fetch<1>(key_grads, (at + c + AHEAD) * key_step, d, HW_FLOAT32);
             if (value_grads) fetch<1>(value_grads, (at + c + AHEAD) * value_step, v, HW_FLOAT32);
-            for (int64_t i = 0; key_grads && i < d; ++i) key_grads[(at + c) * key_step + i] = y.key_grad[c * deep + i] * (x->softcap > 0 ? 1 : LN2);
+            for (int64_t i = 0; key_grads && i < d; ++i) key_grads[(at + c) * key_step + i] = y.key_grad[c * deep + i] * (modified ? 1 : LN2);
             if (value_grads) std::memcpy(value_grads + (at + c) * value_step, y.value_grad + c * wide, v * sizeof(float));
         }
     }

@@ -332,15 +332,14 @@ inline vec tanh(vec y) {
     return y * p / q;
 }
 
-// The cap of n scaled scores, times a number, and its derivative where there is room for it. Reads and writes up to a
-// whole vector.
-void softcap(const hw_call *x, int64_t n, float *s, float by, float *derivative = nullptr) {
+// The cap of n scaled scores, and its derivative where there is room for it. Reads and writes up to a whole vector.
+void softcap(const hw_call *x, int64_t n, float *s, float *derivative = nullptr) {
     const vec most = all(9 * x->softcap), least = -most;  // beyond which tanh is 1 in float32
     for (int64_t c = 0; c < n; c += LANES) {
         vec y = load(s + c);
         y = most < y ? most : y, y = least > y ? least : y;  // NaN stays
         const vec share = tanh(y * (1 / x->softcap));
-        store(s + c, share * (x->softcap * by));
+        store(s + c, share * x->softcap);
         if (derivative) store(derivative + c, 1.0f - share * share);
     }
 }
@@ -352,37 +351,34 @@ inline range in_table(const hw_call *x, int64_t away, int64_t n) {
     return {(int32_t)start, (int32_t)within(first + x->table_size, start, n)};
 }
 
-// What is added to the scores of a row after the cap, which are times log2 e.
+// What is added to the scores of a row after the cap.
 void shift(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s) {
     const int64_t away = at + x->distance - t;
     if (x->slopes) {
-        const float slope = x->slopes[h] * LOG2E, first = (float)away;  // in float32, for vectors
+        const float slope = x->slopes[h], first = (float)away;  // in float32, for vectors
         for (int32_t c = 0; c < (int32_t)n; ++c) s[c] -= slope * __builtin_fabsf(first + (float)c);
     }
     if (x->table) {
         const float *table = x->table + h * x->table_size, *here = table + away + x->table_size / 2;
         const range part = in_table(x, away, n);
-        for (int64_t c = 0; c < part.start; ++c) s[c] += table[0] * LOG2E;
-        for (int64_t c = part.start; c < part.stop; ++c) s[c] += here[c] * LOG2E;
-        for (int64_t c = part.stop; c < n; ++c) s[c] += table[x->table_size - 1] * LOG2E;
+        for (int64_t c = 0; c < part.start; ++c) s[c] += table[0];
+        for (int64_t c = part.start; c < part.stop; ++c) s[c] += here[c];
+        for (int64_t c = part.stop; c < n; ++c) s[c] += table[x->table_size - 1];
     }
     if (x->bias) {
         const float *p = x->bias + b * x->bias_stride[0] + h * x->bias_stride[1] + t * x->bias_stride[2] + at * x->bias_stride[3];
         if (x->bias_stride[3] == 1)
-            for (int64_t c = 0; c < n; ++c) s[c] += p[c] * LOG2E;
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c];
         else
-            for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]] * LOG2E;
+            for (int64_t c = 0; c < n; ++c) s[c] += p[c * x->bias_stride[3]];
     }
 }
 
-// What scores are multiplied by before they are modified: a cap brings log2 e itself.
-inline float scale_of(const hw_call *x) { return x->softcap > 0 ? x->scale : x->scale * LOG2E; }
-
-// What is done to the scores of a row, which are still to be multiplied by scale.
+// What is done to the scores of a row, which are still to be multiplied by scale. log2 e comes with the exponential.
 void modify(const hw_call *x, int64_t b, int64_t h, int64_t t, int64_t at, int64_t n, float *s, float scale) {
     if (scale != 1)
         for (int64_t c = 0; c < n; ++c) s[c] *= scale;
-    if (x->softcap > 0) softcap(x, n, s, LOG2E);
+    if (x->softcap > 0) softcap(x, n, s);
     shift(x, b, h, t, at, n, s);
 }
 
@@ -600,7 +596,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
     const int64_t kv = h / (x->heads / x->kv_heads), d = DUAL ? (x->head_dim + 1) / 2 : x->head_dim, wide = padded(x->v_head_dim);
     const bool modified = modifies(x) || (DUAL && x->scale <= 0), simple = plain(x);
     // pairs are multiplied as they came, and the scale follows
-    const float scale = scale_of(x), later = DUAL ? scale : 1;
+    const float scale = modified ? x->scale : x->scale * LOG2E, later = DUAL ? scale : 1;
     int64_t low = x->slots, high = 0;
     const int64_t nearest = reach(x, b, h, first).start;
     for (int64_t r = 0; r < AHEAD; ++r) {  // before anything waits for one of them
@@ -651,7 +647,7 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
                 const int64_t wanted = to[g] - from[g];
                 if (modified) modify(x, b, h, first + r, at + from[g], wanted, row, later);
                 if (!open[g]) hide(x, b, h, first + r, y.sees[r], at + from[g], wanted, row, seen + from[g]);
-                const float by = soften(y.row[r], row, wanted, modified ? 1 : later);
+                const float by = soften(y.row[r], row, wanted, modified ? LOG2E : later);
                 if (x->keep > 0) {  // after the softmax: its sum is of all weights
                     float by_keep[TILE];
                     drop(x, b, h, first + r, at + from[g], wanted, by_keep);
@@ -800,7 +796,7 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
     if (high <= low) return;
     at += low, n = high - low;
     for (int64_t r = 0; r < rows; ++r) {
-        read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, scale_of(x));
+        read_row(query[r], x->query, query_at(x, b, kv * group + r / x->rows, r % x->rows), d, x->dtype, modified ? x->scale : x->scale * LOG2E);
         for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
         if (x->dtype == HW_BFLOAT16) apart(query[r], deep);
     }
@@ -819,7 +815,7 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         if (modified) modify(x, b, h, t, at, n, scores + r * SPLIT, 1);
         if (!every) hide(x, b, h, t, sees[r], at, n, scores + r * SPLIT, seen);
         state row = {NONE, 0};
-        soften(row, scores + r * SPLIT, n, 1);
+        soften(row, scores + r * SPLIT, n, modified ? LOG2E : 1);
         if (x->keep > 0) {
             float by[SPLIT];
             drop(x, b, h, t, at, n, by);

@@ -43,7 +43,7 @@ def assert_as_good_as(
         terms: Number of terms in the longest sum behind one number of the result (keys, head size, queries).
         inner: Size of the terms, the root of the sum of their squares, where a sum may cancel, or where an
             algorithm must round its terms to the dtype because matrix units take them so (the gradient of a
-            score, in a backward). For forward results leave it at 0.
+            score, in a backward; a weight, where products of bfloat16 are of hardware). Else leave it at 0.
         what: Said in the failure.
     """
     assert want64.dtype == torch.float64, f"{what}: the value to compare with is {want64.dtype}, not float64"
