@@ -21,6 +21,8 @@
 namespace hw {
 namespace ISA {
 
+#define INLINED __attribute__((always_inline)) inline  // what a caller keeps in registers stays there
+
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));  // whose sums may wrap around
@@ -32,6 +34,7 @@ constexpr int SPLIT = 512;          // keys of a task where queries are few: fix
 constexpr int FEW = 16;             // up to so many query rows of all heads of a group are few, if keys are not
 constexpr int MOST = 256;           // largest head size
 constexpr int64_t SMALL = 1 << 17;
+constexpr int64_t SOON = 4096;      // bytes from what few queries read to what they ask for
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
@@ -679,6 +682,34 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
 
 // ---- few queries: keys and values are read where they lie, by all heads of a group at once
 
+// Rows that will be read are asked for line by line, in the order in which they lie, while others are summed: memory is
+// slower than the sums, and asked for all at once it would hold them up. One query sums too little for that to matter.
+struct coming {
+    const char *at;
+    int64_t left, lines, jump, rows;
+    coming(const void *from, int64_t first, int64_t step, int64_t n, int32_t dtype) {
+        const int64_t size = dtype == HW_FLOAT32 ? 4 : 2;
+        at = (const char *)from + first * size;
+        lines = left = (n * size + 63) / 64, jump = step * size - lines * 64, rows = n ? LANES : 0;
+    }
+    void ask() {
+        if (!rows) return;
+        __builtin_prefetch(at);
+        at += 64;
+        if (--left == 0) left = lines, at += jump, --rows;
+    }
+    void ask_all() {
+        for (; rows; --rows, at += jump + 64 * lines)
+            for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i);
+    }
+    // as much as is read, when the number-th so many bytes of LANES rows are
+    template <int BYTES>
+    void ask(uint64_t number) {
+        if constexpr (BYTES < 64) number % (64 / BYTES) ? (void)0 : ask();
+        else for (int i = 0; i < BYTES; i += 64) ask();
+    }
+};
+
 // LANES rows of keys or values, n long and zero up to wide: where they lie, or float32 in lines. From count on there are
 // none, and those that are not seen (if it says so) are zero, for 0 times NaN is NaN.
 inline void lines_of(const void **p, float *lines, const void *from, int64_t at, int64_t step, int64_t count, const uint8_t *seen,
@@ -686,11 +717,7 @@ inline void lines_of(const void **p, float *lines, const void *from, int64_t at,
     static const float nothing[MOST] = {0};
     const int64_t size = dtype == HW_FLOAT32 ? 4 : 2;
     const char *first = (const char *)from + at * size;
-    for (int c = 0; c < LANES; ++c) {
-        p[c] = first + c * step * size;
-        for (int64_t i = 0; i < n * size; i += 64)  // what comes next: memory is slower than the sums
-            __builtin_prefetch((const char *)p[c] + LANES * step * size + i);
-    }
+    for (int c = 0; c < LANES; ++c) p[c] = first + c * step * size;
     const bool there = n == wide && dtype != HW_FLOAT16;
     if (there && count >= LANES && !seen) return;
     for (int c = 0; c < LANES; ++c) {
@@ -732,41 +759,48 @@ inline vec totals(vec *x) {
 
 // Scores of LANES keys and of R queries at a time, which are MOST numbers apart.
 template <int R, bool HALF>
-void dots(int64_t rows, const float *query, const void **p, int64_t deep, float *scores) {
+INLINED void dots(int64_t rows, const float *query, const void **p, int64_t deep, float *scores, coming next) {
     constexpr int KEYS = LANES / R;
+    if constexpr (R == 1) next.ask_all();
     for (; rows >= R; rows -= R, query += R * MOST, scores += R * SPLIT)
         for (int c = 0; c < LANES; c += KEYS) {
             vec sum[LANES] = {};
             for (int64_t i = 0; i < deep; i += WIDE) {
+                vec key[KEYS][2];
 #pragma GCC unroll 16
                 for (int k = 0; k < KEYS; ++k) {
-                    vec key[2];
-                    two<HALF>(p[c + k], i, key);
+                    two<HALF>(p[c + k], i, key[k]);
+                    if constexpr (R > 1) next.ask<WIDE * (HALF ? 2 : 4)>(i / WIDE * KEYS + k);
+                }
 #pragma GCC unroll 16
-                    for (int r = 0; r < R; ++r) {
-                        sum[r * KEYS + k] += load(query + r * MOST + i) * key[0];
-                        sum[r * KEYS + k] += load(query + r * MOST + i + LANES) * key[1];
-                    }
+                for (int r = 0; r < R; ++r) {
+                    const vec one = load(query + r * MOST + i), other = load(query + r * MOST + i + LANES);
+#pragma GCC unroll 16
+                    for (int k = 0; k < KEYS; ++k) sum[r * KEYS + k] += one * key[k][0];
+#pragma GCC unroll 16
+                    for (int k = 0; k < KEYS; ++k) sum[r * KEYS + k] += other * key[k][1];
                 }
             }
             const vec found = totals(sum);
             for (int r = 0; r < R; ++r) std::memcpy(scores + r * SPLIT + c, (const float *)&found + r * KEYS, KEYS * sizeof(float));
         }
-    if constexpr (R > 1) dots<R / 2, HALF>(rows, query, p, deep, scores);
+    if constexpr (R > 1) dots<R / 2, HALF>(rows, query, p, deep, scores, next);
 }
 
 // Adds LANES values to the outputs of R queries at a time, which are each numbers apart.
 template <int R, bool HALF>
-void mix(int64_t rows, const float *weights, const void **p, int64_t wide, float *out, int64_t each) {
+INLINED void mix(int64_t rows, const float *weights, const void **p, int64_t wide, float *out, int64_t each, coming next) {
+    if constexpr (R == 1) next.ask_all();
     for (; rows >= R; rows -= R, weights += R * SPLIT, out += R * each)
         for (int64_t j = 0; j < wide; j += WIDE) {
             vec sum[R][2];
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) sum[r][0] = load(out + r * each + j), sum[r][1] = load(out + r * each + j + LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
             for (int k = 0; k < LANES; ++k) {
                 vec value[2];
                 two<HALF>(p[k], j, value);
+                if constexpr (R > 1) next.ask<WIDE * (HALF ? 2 : 4)>(k);
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) {
                     const vec weight = all(weights[r * SPLIT + k]);
@@ -776,7 +810,7 @@ void mix(int64_t rows, const float *weights, const void **p, int64_t wide, float
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) store(out + r * each + j, sum[r][0]), store(out + r * each + j + LANES, sum[r][1]);
         }
-    if constexpr (R > 1) mix<R / 2, HALF>(rows, weights, p, wide, out, each);
+    if constexpr (R > 1) mix<R / 2, HALF>(rows, weights, p, wide, out, each, next);
 }
 
 void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float *memory, float *scores) {
@@ -800,11 +834,17 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         for (int64_t i = d; i < deep; ++i) query[r][i] = 0;
         if (x->dtype == HW_BFLOAT16) apart(query[r], deep);
     }
+    const int64_t bytes = LANES * (d ? d : 1) * (x->dtype == HW_FLOAT32 ? 4 : 2), ahead = (SOON + bytes - 1) / bytes * LANES, full = vectors(n);
+    const auto after = [&](int64_t c) {  // what follows the first c rows of keys and then values
+        c += ahead;
+        return c < full ? coming(x->key, key_at(x, b, kv, at + c), x->key_stride[2], d, x->dtype)
+                        : coming(x->value, value_at(x, b, kv, at + c - full), x->value_stride[2], v, x->dtype);
+    };
     const void *p[LANES];
     for (int64_t c = 0; c < n; c += LANES) {
         lines_of(p, lines, x->key, key_at(x, b, kv, at + c), x->key_stride[2], n - c, nullptr, d, deep, x->dtype);
-        if (x->dtype == HW_BFLOAT16 && d == deep) dots<4, true>(rows, query[0], p, deep, scores + c);
-        else dots<4, false>(rows, query[0], p, deep, scores + c);
+        if (x->dtype == HW_BFLOAT16 && d == deep) dots<4, true>(rows, query[0], p, deep, scores + c, after(c));
+        else dots<4, false>(rows, query[0], p, deep, scores + c, after(c));
     }
     uint8_t seen[SPLIT];
     bool every = simple;
@@ -829,8 +869,8 @@ void part(const hw_call *x, int64_t b, int64_t kv, int64_t at, int64_t n, float 
         if (!any) continue;
         lines_of(p, lines, x->value, value_at(x, b, kv, at + c), x->value_stride[2], n - c, every ? nullptr : seen + c, v, wide, x->dtype);
         // weights are 0 beyond the last key, by soften
-        if (x->dtype == HW_BFLOAT16 && v == wide) mix<4, true>(rows, scores + c, p, wide, memory + LANES, each);
-        else mix<4, false>(rows, scores + c, p, wide, memory + LANES, each);
+        if (x->dtype == HW_BFLOAT16 && v == wide) mix<4, true>(rows, scores + c, p, wide, memory + LANES, each, after(full + c));
+        else mix<4, false>(rows, scores + c, p, wide, memory + LANES, each, after(full + c));
     }
 }
 

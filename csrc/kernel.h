@@ -1,6 +1,6 @@
 /* The C face of the CPU kernel: one struct in, a status out.
  *
- * The caller has checked every shape, stride and bound (src/headwise/backends/native.py, whose CALL mirrors this
+ * The caller has checked every shape, stride and bound (src/headwise/backends/native_call.py, whose CALL mirrors this
  * struct field by field). B batch, H query heads, K key/value heads, T query rows, S key slots.
  */
 #ifndef HEADWISE_KERNEL_H

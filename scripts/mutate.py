@@ -47,6 +47,7 @@ TESTS = {
     "backends.base": ["test_functional.py", "test_backends.py"],
     "backends.reference": ["test_functional.py", "test_backends.py"],
     "backends.native": ["test_native.py"],
+    "backends.native_call": ["test_native.py"],
     "backends.sdpa": ["test_functional.py", "test_bands.py", "test_backends.py"],
     "checks": ["test_bad_calls.py", "test_layer.py"],
     "commands": ["test_cli.py"],

@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -250,6 +252,13 @@ def test_the_share_of_others():
     assert runner.others((10.0, 4.0, 1.0), (20.0, 9.0, 4.0)) == pytest.approx(0.2)
     assert runner.others((10.0, 4.0, 1.0), (10.0, 4.0, 1.0)) is None
     assert runner.others(None, (1.0, 1.0, 1.0)) is None
+
+
+@pytest.mark.skipif(runner.busy() is None, reason="nothing here says how busy the processor is")
+def test_what_the_process_starts_is_its_own():
+    before = runner.busy()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.5: pass"], check=True)
+    assert runner.busy()[2] - before[2] >= 0.4
 
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.plain
 
 CORE = Path(headwise.__file__).parent
 MODULES = (
-    "algebra", "attention", "backends/__init__", "backends/base", "backends/native", "backends/reference",
-    "backends/sdpa", "caches", "checks", "config", "errors", "functional", "masks", "notation", "packing", "philox",
-    "positions", "rotary", "schedules", "score_mods", "shapes", "spans",
+    "algebra", "attention", "backends/__init__", "backends/base", "backends/native", "backends/native_call",
+    "backends/reference", "backends/sdpa", "caches", "checks", "config", "errors", "functional", "masks",
+    "notation", "packing", "philox", "positions", "rotary", "schedules", "score_mods", "shapes", "spans",
 )  # fmt: skip
 
 # Texts that the table cannot reach, each with what raises it.
