@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from helpers import assert_as_good_as
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from headwise import (
     UnsupportedError,
     Window,
     attention,
+    attention_with_lse,
     functional,
 )
 from headwise.backends.native import MISSING, Native, instruction_sets
@@ -116,6 +118,82 @@ def test_a_gradient_flows_after_a_call_without():
         assert_as_good_as(learned[i].grad, want[i].grad, terms=11, inner=learned[i].grad.norm().item())
         with torch.no_grad():
             assert not attention(*learned).requires_grad
+
+
+def gradients(call, options, learns=(True, True, True), **how):
+    """The output and the gradients of those of query, key and value that learn."""
+    leaves = [tensor.clone().requires_grad_(learn) for tensor, learn in zip(call, learns, strict=True)]
+    out = attention(*leaves, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return out, torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], weights, **how)
+
+
+def without_plans(monkeypatch, *args, **how):
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_form", lambda *_: None)
+        return gradients(*args, **how)
+
+
+def assert_same(one, other):
+    assert torch.equal(one[0], other[0])
+    for a, b in zip(one[1], other[1], strict=True):
+        assert torch.equal(a, b) and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("name", sorted(REMEMBERED))
+def test_gradients_are_those_of_a_call_that_is_worked_out(name, plans, monkeypatch):
+    shape, options = CALLS[name]
+    for seed in range(2):
+        call = inputs(seed, **shape)
+        for given in (call, [strided(tensor) for tensor in call]):
+            assert_same(gradients(given, options), without_plans(monkeypatch, given, options))
+    with torch.no_grad():
+        attention(*call, **options)
+    assert 2 <= len(plans) <= 3  # a call that learns is another than one that does not
+
+
+def test_only_what_learns_gets_a_gradient(plans, monkeypatch):
+    call = inputs()
+    for learns in ((True, False, False), (False, True, False), (False, False, True), (True, False, True)):
+        assert_same(gradients(call, {}, learns), without_plans(monkeypatch, call, {}, learns))
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_may_be_kept_elsewhere(dtype, plans):
+    call = [strided(tensor) for tensor in inputs(dtype=dtype)]
+    want = gradients(call, {"mask": Causal()})
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous()):
+        assert_same(gradients(call, {"mask": Causal()}), want)
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(gradients(call, {"mask": Causal()}), want)
+    for reentrant in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in call]
+        out = torch.utils.checkpoint.checkpoint(
+            lambda *tensors: attention(*tensors, mask=Causal()), *leaves, use_reentrant=reentrant
+        )
+        out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+        assert_same((out, [leaf.grad for leaf in leaves]), want)
+    assert len(plans) == 2
+
+
+def test_gradients_of_gradients_and_many_at_once(plans, monkeypatch):
+    call = inputs()
+    both = [
+        compute(call, {}, create_graph=True)
+        for compute in (gradients, lambda *args, **how: without_plans(monkeypatch, *args, **how))
+    ]
+    assert_same(*both)
+    assert all(grad.requires_grad for grad in both[0][1])
+    leaves = [tensor.clone().requires_grad_() for tensor in (*call, torch.zeros(6))]
+    made = (attention(*leaves[:3]), *attention_with_lse(*leaves[:3], sinks=leaves[3]))
+    for out, learned in zip(made, (leaves[:3], leaves, [*leaves[:2], leaves[3]]), strict=True):
+        many = torch.randn(3, *out.shape)
+        at_once = torch.autograd.grad(out, learned, many, is_grads_batched=True, retain_graph=True)
+        for i in range(3):
+            for part, want in zip(at_once, torch.autograd.grad(out, learned, many[i], retain_graph=True), strict=True):
+                torch.testing.assert_close(part[i], want)
+    assert len(plans) == 1
 
 
 def test_who_looks_on_sees_an_operator():

@@ -356,8 +356,6 @@ def _form(
         return None
     if not all(t.is_cpu and t.layout is torch.strided and not (t.is_nested or t.is_neg()) for t in (query, key, value)):
         return None
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return None
     if torch.is_autocast_enabled("cpu") or not (scale is None or type(scale) is float):
         return None
     if not (type(backend) is str or isinstance(backend, Backend)) or not _is_ours(mask):
@@ -370,8 +368,9 @@ def _form(
             places.append((positions.count, positions.start, positions.offset))  # type: ignore[arg-type]
         else:
             return None
+    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
-        *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride()),
+        *(query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), learns),
         *(query.dtype, key.dtype, value.dtype, mask, scale, *places, backend, torch.get_num_threads()),
     )
 

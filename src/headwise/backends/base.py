@@ -201,7 +201,7 @@ class Backend(ABC):
     def plan(self, x: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
         """What computes the output of such calls from query, key and value alone; None where there is nothing to gain.
 
-        It is kept, and used for plain tensors of the same sizes, strides and dtypes when all else is the same and no
-        gradient, log-sum-exp or dropout is wanted. So it may hold numbers, but no tensors.
+        It is kept, and used for plain tensors of the same sizes, strides and dtypes when all else is the same, with a
+        gradient if ``x.needs_grad``, but without log-sum-exp and dropout. So it may hold numbers, but no tensors.
         """
         return None

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import math
 import struct
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,73 @@ def backward(
     if KERNEL.hw_backward(call, gradients, given[-1].encode()):
         raise NO_MEMORY
     return grads
+
+
+class Form:
+    """Calls that differ in nothing but the numbers in their tensors: all the rest is packed once.
+
+    What is given is that of ``pack``, without tensors.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, given: tuple[Any, ...], instructions: str) -> None:
+        out, _, _ = new_results(query, value.shape[3], False, False)
+        self.given, self.size, self.is_half = given, out.shape, query.dtype != torch.float32
+        self.strides = [tensor.stride() for tensor in (query, key, value, out)]
+        self.numbers = pack(out, None, None, query, key, value, *given)[0][POINTERS.size :]
+        self.instructions = instructions.encode()
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the function ``forward`` returns; the second and third are None unless the call learns."""
+        out = query.new_empty_strided(self.size, self.strides[3])
+        lse = query.new_empty(self.size[:3], dtype=torch.float32) if learns else None
+        rest = torch.empty_like(out) if learns and self.is_half else None
+        if KERNEL.hw_forward(_pointers(query, key, value, out, rest, lse) + self.numbers, self.instructions):
+            raise NO_MEMORY
+        return out, lse, rest
+
+    def backward(
+        self,
+        out_grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rest: Tensor | None,
+        wanted: Sequence[bool],
+    ) -> list[Tensor | None]:
+        """The gradients of query, key and value; None for those not wanted."""
+        # hooks on saved tensors may give them back in other places
+        laid = zip((query, key, value, out), self.strides, strict=True)
+        query, key, value, out = (_strided(tensor, strides) for tensor, strides in laid)
+        rest = None if rest is None else _strided(rest, self.strides[3])
+        out_grad = _dense(out_grad.to(query.dtype))
+        grads = [_room(x) if want else None for x, want in zip((query, key, value), wanted, strict=True)]
+        gradients = GRADIENTS.pack(
+            *(out_grad.data_ptr(), *out_grad.stride()[:3], 0),
+            *(0 if grad is None else grad.data_ptr() for grad in grads),
+            *(0, 0, 0, 0, 0),
+        )
+        call = _pointers(query, key, value, out, rest, lse) + self.numbers
+        if KERNEL.hw_backward(call, gradients, self.instructions):
+            raise NO_MEMORY
+        return grads
+
+
+def _pointers(query: Tensor, key: Tensor, value: Tensor, out: Tensor, rest: Tensor | None, lse: Tensor | None) -> bytes:
+    given = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
+    return POINTERS.pack(*given, 0 if rest is None else rest.data_ptr(), 0 if lse is None else lse.data_ptr())
+
+
+def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
+def _room(tensor: Tensor) -> Tensor:
+    batch, heads, length, size = tensor.shape
+    return tensor.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def pack(
@@ -204,10 +272,7 @@ def new_gradients(learn: list[Any], wanted: list[bool]) -> list[Tensor | None]:
     """Room for the gradients of query, key, value, bias, slopes, table and sinks, of which some are wanted."""
     query, key, value, bias, _slopes, table, _sinks = learn
     (batch, heads, rows), slots = query.shape[:3], key.shape[2]
-    grads: list[Tensor | None] = []
-    for tensor, want in zip((query, key, value), wanted[:3], strict=True):
-        shape = tensor.shape
-        grads.append(tensor.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2) if want else None)
+    grads = [_room(tensor) if want else None for tensor, want in zip((query, key, value), wanted[:3], strict=True)]
     each = 1 if bias is None or bias.dim() == 2 or bias.shape[0] == 1 else batch
     grads.append(query.new_zeros((each, heads, rows, slots), dtype=torch.float32) if wanted[3] else None)
     lengths = ((), () if table is None else (table.shape[-1],), ())
