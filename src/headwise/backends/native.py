@@ -302,7 +302,7 @@ class _Learned(torch.autograd.Function):
 
 
 class _Repeated(torch.autograd.Function):
-    """The same for calls of a form, which takes half as long again off the smallest."""
+    """The same for calls of a form: small ones are mostly Python."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
