@@ -685,22 +685,22 @@ void block(const hw_call *x, int64_t b, int64_t h, int64_t first, int64_t rows, 
 // Rows that will be read are asked for line by line, in the order in which they lie, while others are summed: memory is
 // slower than the sums, and asked for all at once it would hold them up. One query sums too little for that to matter.
 struct coming {
-    const char *at;
+    uintptr_t at;  // beyond the last row too, where there is nothing to point at
     int64_t left, lines, jump, rows;
     coming(const void *from, int64_t first, int64_t step, int64_t n, int32_t dtype) {
         const int64_t size = dtype == HW_FLOAT32 ? 4 : 2;
-        at = (const char *)from + first * size;
+        at = (uintptr_t)from + first * size;
         lines = left = (n * size + 63) / 64, jump = step * size - lines * 64, rows = n ? LANES : 0;
     }
     void ask() {
         if (!rows) return;
-        __builtin_prefetch(at);
+        __builtin_prefetch((const void *)at);
         at += 64;
         if (--left == 0) left = lines, at += jump, --rows;
     }
     void ask_all() {
         for (; rows; --rows, at += jump + 64 * lines)
-            for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i);
+            for (int64_t i = 0; i < lines; ++i) __builtin_prefetch((const void *)(at + 64 * i));
     }
     // as much as is read, when the number-th so many bytes of LANES rows are
     template <int BYTES>

@@ -261,6 +261,16 @@ def test_what_the_process_starts_is_its_own():
     assert runner.busy()[2] - before[2] >= 0.4
 
 
+@pytest.mark.skipif(runner.busy() is None, reason="nothing here says how busy the processor is")
+def test_a_process_may_have_any_name():
+    cut = "import ctypes, sys; ctypes.CDLL(None).prctl(15, ('x' * 14 + 'é').encode()); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", cut], **pipes) as process:  # half of the last letter is kept
+        process.stdout.readline()
+        assert runner.busy()[2] > 0
+        process.communicate(b"\n")
+
+
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_useful_work_counts_the_pairs_that_the_mask_allows(case):
     problem = case.problem()

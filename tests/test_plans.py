@@ -177,6 +177,60 @@ def test_what_is_saved_may_be_kept_elsewhere(dtype, plans):
     assert len(plans) == 2
 
 
+def test_what_is_saved_may_have_been_expanded():
+    query, shared = torch.randn(2, 4, 6, 8), torch.randn(1, 4, 6, 8)
+
+    def learn():
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, shared)]
+        key = leaves[1].expand(2, 4, 6, 8)
+        out = attention(leaves[0], key, key)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    want = learn()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous()):
+        for part, whole in zip(learn(), want, strict=True):
+            assert torch.equal(part, whole)
+
+
+@pytest.mark.parametrize("form", ["one tensor", "keys and values are one", "keys are made of queries"])
+@pytest.mark.parametrize("way", ["planned", "native", "sdpa"])
+def test_a_tensor_given_twice_gets_each_part_once(form, way, monkeypatch):
+    backend = "native" if way == "planned" else way
+    if way != "planned":
+        monkeypatch.setattr(functional, "_form", lambda *_: None)
+    x, y = (torch.randn(1, 2, 5, 8).requires_grad_() for _ in range(2))
+
+    def out():
+        if form == "one tensor":
+            return attention(x, x, x, backend=backend)
+        keys = (y, y) if form == "keys and values are one" else (2 * x, y)
+        return attention(x, *keys, backend=backend)
+
+    leaves = [x] if form == "one tensor" else [x, y]
+    weights = torch.randn(3, 1, 2, 5, 8)
+    for grads in weights:
+        want = torch.autograd.grad(out(), leaves, grads)
+        for got, wanted in zip(torch.autograd.grad(out(), leaves, grads, create_graph=True), want, strict=True):
+            torch.testing.assert_close(got, wanted)
+    many = torch.autograd.grad(out(), leaves, weights, is_grads_batched=True)
+    for got, wanted in zip(many, want, strict=True):
+        torch.testing.assert_close(got[-1], wanted)
+    twice = x.detach().double().requires_grad_(), y.detach().double().requires_grad_()
+
+    def wide(x, y):
+        keys = {"one tensor": (x, x), "keys and values are one": (y, y), "keys are made of queries": (2 * x, y)}[form]
+        return attention(x, *keys, backend="reference")
+
+    def penalty(out, of):
+        return torch.autograd.grad(
+            sum(grad.square().sum() for grad in torch.autograd.grad(out.square().sum(), of, create_graph=True)), of
+        )
+
+    exact = penalty(wide(*twice), twice[: len(leaves)])
+    for got, wanted in zip(penalty(out(), leaves), exact, strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_of_gradients_and_many_at_once(plans, monkeypatch):
     call = inputs()
     both = [

@@ -256,7 +256,10 @@ def _derive(
     if torch.is_grad_enabled() or _is_many(out_grad) or (lse_grad is not None and _is_many(lse_grad)):
         # asked for a graph of the gradient, or for many at once: differentiate the plain formula instead
         leaves, again = [i for i, want in zip(LEARN, wanted, strict=True) if want], torch.is_grad_enabled()
+        given = list(given)
         with torch.enable_grad():
+            for i in leaves:  # query, key and value may be one tensor, or made of one another: each gets its own part
+                given[i] = given[i].view_as(given[i]) if again else given[i].detach().requires_grad_()
             made_by = list(zip(_plain(*given[:-3]), (out_grad, lse_grad), strict=True))
         made_by = [(made, grad) for made, grad in made_by if made.requires_grad and grad is not None]
         grads = torch.autograd.grad(

@@ -131,10 +131,11 @@ class Form:
         wanted: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of query, key and value; None for those not wanted."""
-        # hooks on saved tensors may give them back in other places
         laid = zip((query, key, value, out), self.strides, strict=True)
-        query, key, value, out = (_strided(tensor, strides) for tensor, strides in laid)
-        rest = None if rest is None else _strided(rest, self.strides[3])
+        if any(tensor.stride() != strides for tensor, strides in laid):  # by hooks on saved tensors
+            rest = out.new_empty(0) if rest is None else rest
+            wanted, given = [*wanted, False, False, False, False], (*self.given, self.instructions.decode())
+            return backward(out_grad, None, out, lse, rest, wanted, query, key, value, *given)[:3]
         out_grad = _dense(out_grad.to(query.dtype))
         grads = [_room(x) if want else None for x, want in zip((query, key, value), wanted, strict=True)]
         gradients = GRADIENTS.pack(
@@ -151,10 +152,6 @@ class Form:
 def _pointers(query: Tensor, key: Tensor, value: Tensor, out: Tensor, rest: Tensor | None, lse: Tensor | None) -> bytes:
     given = (query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr())
     return POINTERS.pack(*given, 0 if rest is None else rest.data_ptr(), 0 if lse is None else lse.data_ptr())
-
-
-def _strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    return tensor if tensor.stride() == strides else tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _room(tensor: Tensor) -> Tensor:

@@ -261,10 +261,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad, _):  # type: ignore[no-untyped-def]
         query, key, value, sinks, mask, out, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # asked for a graph of the gradient: differentiate the plain formula instead
-            wanted = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
-            again = _plain(query, key, value, sinks, mask, ctx.causal, ctx.scale)
+            # query, key and value may be one tensor, or made of one another: each gets its own part
+            own = [t if t is None else t.view_as(t) for t in (query, key, value, sinks)]
+            wanted = [t for t in own if t is not None and t.requires_grad]
+            again = _plain(own[0], own[1], own[2], own[3], mask, ctx.causal, ctx.scale)
             found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True, allow_unused=True))
-            grads = [next(found) if t is not None and t.requires_grad else None for t in (query, key, value, sinks)]
+            grads = [next(found) if t is not None and t.requires_grad else None for t in own]
             return *grads, None, None, None
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         # a finite stand-in for the rows that see nothing: their probabilities are exp(-inf - 0) = 0
