@@ -363,8 +363,8 @@ def _cpu() -> Iterator[Case]:
         yield Attention(batch=batch, heads=12, rows=rows, head_dim=64, mod=mod, **how)
     for mod in (*MODS, "sinks"):
         yield Attention(batch=2, heads=12, rows=1024, head_dim=64, mask="causal", mod=mod, backward=True)
-    for (rows, dim), mask in product([(4096, 64), (2048, 128)], ("full", "causal")):
-        yield Attention(batch=1, heads=8, rows=rows, head_dim=dim, mask=mask, backward=True)
+    for (rows, dim), mask, how in product([(4096, 64), (2048, 128)], ("full", "causal"), trained):
+        yield Attention(batch=1, heads=8, rows=rows, head_dim=dim, mask=mask, **how)
     for (batch, heads, rows), mask in [
         ((1, 8, 4096), "window128"),
         ((8, 12, 512), "padded"),

@@ -71,6 +71,7 @@ TESTS = {
     "packing": ["test_packing.py", "test_bad_calls.py"],
     "philox": ["test_dropout.py"],
     "positions": ["test_positions.py", "test_bad_calls.py"],
+    "linear": ["test_linear.py"],
     "projections": ["test_fused.py"],
     "rotary": ["test_rotary.py", "test_bad_calls.py"],
     "schedules": ["test_rotary.py", "test_bad_calls.py"],

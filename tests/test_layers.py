@@ -8,7 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "headwise"
 # lowest first; within a layer only the pairs named may import
 LAYERS = (
-    {"errors", "positions", "philox", "projections", "shapes"},
+    {"errors", "positions", "philox", "projections", "linear", "shapes"},
     {"algebra", "masks", "spans", "score_mods", "rotary", "schedules", "caches"},
     {
         "checks",

@@ -32,6 +32,7 @@ from headwise.checks import (
 from headwise.config import arguments, describe
 from headwise.errors import ShapeError
 from headwise.functional import Observer, attend, observed, prepare, run
+from headwise.linear import project
 from headwise.masks import Full
 from headwise.positions import Positions
 from headwise.projections import take_apart
@@ -210,18 +211,18 @@ class MultiHeadAttention(nn.Module):
         q_BTE, k_BSE, v_BSE = complete(self, query, key, value, cache)
         queries, keys = place(self, q_BTE, k_BSE, mask, cache, lengths, positions, key_positions)
         length = self._length(queries, keys, q_BTE.device)
-        q_BHTD = _split(self.q_proj(q_BTE), self.num_heads, self.head_dim)
+        q_BHTD = _split(project(self.q_proj, q_BTE), self.num_heads, self.head_dim)
         q_BHTD = self._turned(q_BHTD, self.q_norm, queries, length)
         if k_BSE is not None and v_BSE is not None:
-            k_BKSD = _split(self.k_proj(k_BSE), self.num_kv_heads, self.head_dim)
-            v_BKSV = _split(self.v_proj(v_BSE), self.num_kv_heads, self.v_head_dim)
+            k_BKSD = _split(project(self.k_proj, k_BSE), self.num_kv_heads, self.head_dim)
+            v_BKSV = _split(project(self.v_proj, v_BSE), self.num_kv_heads, self.v_head_dim)
             k_BKSD = self._turned(k_BKSD, self.k_norm, keys, length)
             if cache is not None:
                 k_BKSD, v_BKSV, keys = cache.append(k_BKSD, v_BKSV, keys, lengths)
         if isinstance(cache, FixedCache):
             k_BKSD, v_BKSV, keys = cache.recall(queries)
         out_BHTV = self._attend(q_BHTD, k_BKSD, v_BKSV, mask, score_mods, queries, keys, seed)
-        out_BTE = self.out_proj(out_BHTV.transpose(1, 2).flatten(2))
+        out_BTE = project(self.out_proj, out_BHTV.transpose(1, 2).flatten(2))
         return out_BTE if query.dim() == 3 else out_BTE[0]
 
     def _joined(self, mask: Mask) -> Mask:

@@ -22,6 +22,7 @@ from headwise.backends.native import OPERATOR, instruction_sets
 from headwise.backends.reference import blocks
 from headwise.errors import ShapeError, UnsupportedError
 from headwise.functional import attention
+from headwise.linear import widens
 from headwise.lint import Lint, called, lint_mask, look_at
 from headwise.masks import Dense, Full
 
@@ -307,6 +308,8 @@ def _layer_step(name: str, event: Event, letters_in: str, letters_out: str, head
     )
     bias = " + b" if getattr(module, "bias", None) is not None else ""
     formula = FORMULAS.get(title, FORMULAS[kind]).format(name=name, heads=heads, size=size, bias=bias)
+    if kind == "project" and module is not None and widens(module, a):
+        formula += ", in float32, since the processor lacks products of the dtype"
     computed = kind in ("project", "norm", "rotate")
     memory = "new" if computed else "view" if _same_storage(a, b) else "copy"
     parameters = list(module.parameters()) if module is not None else []

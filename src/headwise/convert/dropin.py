@@ -16,6 +16,7 @@ from headwise.backends.reference import plain_precision
 from headwise.checks import check_dropout, check_dtype, check_size, check_tensor, check_weight_dtype
 from headwise.errors import ConversionError, ShapeError, UnsupportedError
 from headwise.functional import Observer, attend, attention_weights, observed, prepare, run
+from headwise.linear import project
 from headwise.masks import Causal, Dense, Document, Full, Padding, Prefix
 from headwise.positions import Positions
 from headwise.projections import PROJECTIONS, take_apart
@@ -343,9 +344,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool,
         average: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        q_BHTD = self._heads(self.q_proj(query), batch_dim)
-        k_BHSD = self._heads(self.k_proj(key), batch_dim)
-        v_BHSD = self._heads(self.v_proj(value), batch_dim)
+        q_BHTD = self._heads(project(self.q_proj, query), batch_dim)
+        k_BHSD = self._heads(project(self.k_proj, key), batch_dim)
+        v_BHSD = self._heads(project(self.v_proj, value), batch_dim)
         rows, slots = q_BHTD.shape[2], k_BHSD.shape[2]
         k_BHSD, v_BHSD = self._extended(k_BHSD, self.bias_k), self._extended(v_BHSD, self.bias_v)
         queries = Positions(rows, start=slots - rows)  # the last query stands with the last key that was given
@@ -367,7 +368,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                 weights = attention_weights(q_BHTD, k_BHSD, mask=mask, score_mods=score_mods, query_positions=queries)
             weights = (weights.mean(1) if average else weights).to(out_BHTD.dtype)
         tokens = out_BHTD.permute(2, 0, 1, 3) if batch_dim else out_BHTD.transpose(1, 2)
-        return self.out_proj(tokens.flatten(2)), weights
+        return project(self.out_proj, tokens.flatten(2)), weights
 
     def _heads(self, tokens: Tensor, batch_dim: int) -> Tensor:
         """Projected tokens as (batch, heads, tokens, head size)."""
