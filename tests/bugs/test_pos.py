@@ -18,6 +18,7 @@ from headwise import (
     attention,
     attention_weights,
 )
+from headwise.linear import project
 
 
 @every_cache
@@ -102,7 +103,7 @@ def test_pos_2_tables_are_in_float32_whatever_the_model(dtype, interleaved):
     made.observer = lambda x, out, lse: seen.append(x.query)
     x = randn(1, 2048, 64, dtype=dtype)
     made(x)
-    projected = made.q_proj(x).unflatten(-1, (2, 32)).transpose(1, 2)
+    projected = project(made.q_proj, x).unflatten(-1, (2, 32)).transpose(1, 2)
     assert seen[0].dtype == dtype and torch.equal(seen[0], plain(projected.float(), position[None]).to(dtype))
 
 
