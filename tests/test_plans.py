@@ -342,3 +342,19 @@ def test_a_layer_and_its_observer():
         layer.observer = lambda x, out, lse: torch.zeros_like(out)
         assert torch.equal(layer(x), layer.out_proj(torch.zeros(2, 7, 12)))
     assert seen == [(2, 3, 7)]
+
+
+def test_zeros_without_memory():
+    """Autograd makes them where a gradient is known to be nothing; the kernel read them where they are not."""
+    call = [tensor.requires_grad_() for tensor in inputs()]
+    none = [torch._efficientzerotensor(tensor.shape) for tensor in call]
+    for given in (call, none):
+        with torch.no_grad():
+            out, _lse = attention_with_lse(*given)
+            assert torch.equal(out, attention(*given))
+            assert given is call or not out.any()
+    for attend, options in ((attention, {}), (attention_with_lse, {}), (attention, {"score_mods": [Softcap(2.0)]})):
+        out = attend(*call, **options)
+        outs = out if isinstance(out, tuple) else (out,)
+        grads = torch.autograd.grad(outs, call, [torch._efficientzerotensor(o.shape) for o in outs])
+        assert not any(grad.any() for grad in grads)

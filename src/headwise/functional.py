@@ -354,8 +354,9 @@ def _form(
     """All of a call but its numbers; None where a call has to be looked at each time."""
     if is_watched() or dropout_p != 0 or not (type(query) is type(key) is type(value) is Tensor):
         return None
-    if not all(t.is_cpu and t.layout is torch.strided and not (t.is_nested or t.is_neg()) for t in (query, key, value)):
-        return None
+    for t in (query, key, value):
+        if not t.is_cpu or t.layout is not torch.strided or t.is_nested or t.is_neg() or t._is_zerotensor():
+            return None
     if torch.is_autocast_enabled("cpu") or not (scale is None or type(scale) is float):
         return None
     if not (type(backend) is str or isinstance(backend, Backend)) or not _is_ours(mask):

@@ -79,7 +79,7 @@ def backward(
     out_grad = _dense(out_grad.to(query.dtype))
     call, _kept = pack(out, lse, rest if rest.numel() else None, query, key, value, *given[3:-1])
     if lse_grad is not None:
-        lse_grad = lse_grad.float().contiguous()
+        lse_grad = _dense(lse_grad.float()).contiguous()
     grads = new_gradients([given[i] for i in LEARN], wanted)
     pointers = [0 if grad is None else grad.data_ptr() for grad in grads]
     gradients = GRADIENTS.pack(
@@ -231,7 +231,9 @@ def pack(
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    if tensor.stride(3) == 1 and not tensor.is_neg():
+    if tensor._is_zerotensor():
+        return tensor.clone()  # it has no memory
+    if tensor.stride(-1) == 1 and not tensor.is_neg():
         return tensor
     return tensor.contiguous().resolve_neg()  # views of complex numbers may be negated only when they are read
 
