@@ -296,3 +296,19 @@ def test_a_compiler_sees_no_blocks():
         assert_as_good_as(compiled(*tensors), want[0], near[0], terms=length)
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+def test_places_of_the_keys_that_are_not_filled(counted):
+    """A window that looks ahead, and queries that stand behind the last key that is there."""
+    query, key, value = made(613, 613)
+    keys, some = Positions(613, filled=541), slice(541, None)
+    for mask in (Window(29), Window(29) & Padding(600)):
+        allowed = seen((query, key, value), mask, Positions(613), keys)
+        want, near = (plain_attention(*(t.to(d) for t in (query, key, value)), allowed) for d in (torch.float64, None))
+        given = [tensor.clone() for tensor in (query, key, value)]
+        given[1][:, :, some], given[2][:, :, some] = torch.nan, torch.nan
+        counted.clear()
+        out, lse = call(given, mask, lse="value", queries=Positions(613), keys=keys)
+        assert len(counted) > 1
+        assert_as_good_as(out, want[0], near[0], terms=613)
+        assert_as_good_as(lse, want[2], near[2], terms=613)

@@ -682,3 +682,27 @@ def test_selecting_no_row():
     layer(tokens(2, 4), cache=cache)
     cache.select([])
     assert layer(tokens(0, 1), cache=cache).shape == (0, 1, E)
+
+
+def test_a_fixed_cache_notices_that_its_memory_was_written_to():
+    cross, cache, memory = MultiHeadAttention(8, 2), FixedCache(), torch.randn(1, 5, 8)
+    x, other = torch.randn(1, 2, 8), torch.randn(1, 5, 8)
+    cross(x, memory, cache=cache)
+    cross(x, memory, cache=cache)
+    memory.copy_(other)
+    with pytest.raises(CacheError, match="key= may be others"):
+        cross(x, memory, cache=cache)
+    with torch.inference_mode():  # where nobody counts
+        cache, memory = FixedCache(), torch.randn(1, 5, 8)
+        assert torch.equal(cross(x, memory, cache=cache), cross(x, memory, cache=cache))
+
+
+@pytest.mark.plain
+def test_rows_to_select_are_a_list():
+    layer, cache = MultiHeadAttention(8, 2), DynamicCache()
+    with pytest.raises(CacheError, match="empty cache"):
+        cache.select(3)
+    layer(torch.randn(2, 3, 8), cache=cache)
+    for rows in (1, torch.tensor(1)):
+        with pytest.raises(ShapeError, match=r"Rows to select are torch.int64 of shape \(\)"):
+            cache.select(rows)

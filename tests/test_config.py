@@ -315,3 +315,16 @@ def test_a_configured_layer_compiles_like_another():
     x = randn(2, 7, 12)
     compiled = torch.compile(twin, fullgraph=True, backend="eager")
     assert compiled(x).equal(torch.compile(layer, fullgraph=True, backend="eager")(x))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_slopes_of_a_state_dict(trained):
+    slopes = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]), trained)
+    layer = MultiHeadAttention(12, 3, score_mods=[ALiBi(3, slopes)])
+    described = json.loads(json.dumps(layer.config()))
+    with torch.no_grad():
+        slopes.mul_(2)
+    twin = MultiHeadAttention.from_config(described)
+    twin.load_state_dict(layer.state_dict())
+    assert twin.score_mods[0].slopes.tolist() == [2.0, 4.0, 6.0]
+    assert twin.score_mods[0].slopes.requires_grad is trained and twin.config() == layer.config()

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headwise import (
     ALiBi,
     Bias,
+    CacheError,
     Causal,
     Chunk,
     CustomMask,
@@ -492,3 +493,12 @@ def test_calls_with_caches_packs_and_positions(number):
     assert found.allowed_pairs == pairs * 3
     assert f"backend {'sdpa' if MISSING else 'native'}: runs it" in str(found)
     assert before is None or (cache.length, cache.lengths) == before, "explaining stores nothing"
+
+
+def test_a_filled_cache_is_explained_as_it_is_called():
+    cross, cache, x, memory = MultiHeadAttention(12, 3), FixedCache(), randn(2, 3, 12), randn(2, 7, 12, seed=1)
+    cross(x, memory, cache=cache)
+    assert explain(cross, x, memory, cache=cache).allowed_pairs == 2 * 3 * 3 * 7
+    cross(x, memory, cache=cache)
+    with pytest.raises(CacheError, match="belongs to another layer"):
+        explain(MultiHeadAttention(12, 3), x, memory, cache=cache)

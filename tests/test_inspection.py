@@ -10,14 +10,17 @@ import torch
 from headwise import (
     Bias,
     Causal,
+    DynamicCache,
     Full,
     Inputs,
     MultiHeadAttention,
     Padding,
     PerHead,
     Positions,
+    RollingCache,
     ShapeError,
     Softcap,
+    StaticCache,
     Window,
 )
 from headwise.inspection import head_statistics, record, strongest_pairs
@@ -182,3 +185,26 @@ def test_modules_of_other_libraries_that_call_their_observer_are_recorded():
         model[0](call(Full(), tokens=3))
     assert [c.layer for c in calls] == ["0"]
     assert not hasattr(model[0], "observer")
+
+
+@pytest.mark.parametrize("make", [DynamicCache, lambda: StaticCache(9), lambda: RollingCache(3)])
+def test_what_was_recorded_of_a_step_is_not_overwritten_by_later_ones(make):
+    layer, cache, x = MultiHeadAttention(8, 2, mask=Causal() & Window(3)), make(), torch.randn(1, 9, 8)
+    with torch.no_grad(), record(layer) as calls:
+        for number, token in enumerate(x.split(1, 1)):
+            layer(token, cache=cache)
+            if number == 5 and not isinstance(cache, RollingCache):
+                cache.crop(3)
+    for call in calls:
+        out = call.weights() @ call.inputs.value
+        helpers.assert_as_good_as(call.output, out.double(), out, terms=9)
+
+
+def test_pairs_of_queries_and_other_keys_are_refused():
+    layer, cache = MultiHeadAttention(8, 2, mask=Causal()), DynamicCache()
+    with record(layer) as calls:
+        layer(torch.randn(1, 4, 8), cache=cache)
+        layer(torch.randn(1, 1, 8), cache=cache)
+    assert strongest_pairs(calls[0].inputs, 1)
+    with pytest.raises(ShapeError, match="1 queries over 5 keys"):
+        strongest_pairs(calls[1].inputs, 1)

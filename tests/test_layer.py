@@ -632,3 +632,15 @@ def test_a_call_that_makes_no_sense_is_refused():
     ):
         with pytest.raises(ShapeError):
             call()
+
+
+def test_a_norm_that_gives_its_size_as_a_number():
+    class Norm(torch.nn.Module):
+        normalized_shape = 4
+
+        def forward(self, x):
+            return x
+
+    MultiHeadAttention(8, 2, q_norm=Norm())
+    with pytest.raises(ShapeError, match="heads of 4, the layer's have 8"):
+        MultiHeadAttention(8, 1, q_norm=Norm())

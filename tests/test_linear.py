@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from headwise import Causal, MultiHeadAttention, explain, linear
 from headwise.convert.dropin import MultiheadAttention
-from headwise.linear import FEWEST, project
+from headwise.linear import FEWEST, project, widens
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -191,8 +191,13 @@ def test_double_backward_forward_mode_and_maps(slow):
     layer = made(torch.bfloat16)
     x = leaf(randn(FEWEST, 24, seed=1), torch.bfloat16)
     (first,) = torch.autograd.grad(project(layer, x).square().sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), layer.weight)
-    assert second.shape == layer.weight.shape
+    seconds = torch.autograd.grad(first.sum(), (x, layer.weight))
+    wide, tokens = layer.weight.detach().double().requires_grad_(), x.detach().double().requires_grad_()
+    exact = nn.functional.linear(tokens, wide, layer.bias.double())
+    (slope,) = torch.autograd.grad(exact.square().sum(), tokens, create_graph=True)
+    for ours, expected in zip(seconds, torch.autograd.grad(slope.sum(), (tokens, wide)), strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.double(), expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
     step = randn(FEWEST, 24, seed=2).bfloat16()
     _, pushed = torch.func.jvp(lambda t: project(layer, t), (x.detach(),), (step,))
     assert torch.equal(pushed, nn.functional.linear(step.float(), layer.weight.float()).bfloat16())
@@ -221,3 +226,42 @@ def test_explain_says_so(lacks):
     for tokens, said in ((FEWEST, lacks), (FEWEST - 1, False)):
         text = str(explain(layer, randn(1, tokens, 24).bfloat16()))
         assert text.count("in float32, since the processor lacks products of the dtype") == 4 * said
+
+
+def test_what_is_kept_for_the_gradients_is_what_was_given(slow):
+    layer, x, kept = made(torch.bfloat16), leaf(randn(FEWEST, 24), torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        project(layer, x)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr(), layer.weight.data_ptr()]
+
+
+def test_only_what_needs_a_gradient_gets_one(slow):
+    layer, x = made(torch.bfloat16), leaf(randn(FEWEST, 24), torch.bfloat16)
+    layer.weight.requires_grad_(False)
+    project(layer, x).sum().backward()
+    assert layer.weight.grad is None and x.grad is not None and torch.equal(layer.bias.grad, torch.full((17,), 16.0))
+    with torch.no_grad():
+        assert not project(layer, x).requires_grad
+
+
+def test_a_bias_of_another_dtype_is_refused_by_torch(lacks):
+    layer = made(torch.bfloat16)
+    layer.bias = nn.Parameter(layer.bias.float())
+    with pytest.raises(RuntimeError, match="dtype"):
+        project(layer, randn(FEWEST, 24).bfloat16())
+
+
+def test_a_projection_that_was_compiled_is_called(slow):
+    layer, x = made(torch.bfloat16), randn(FEWEST, 24).bfloat16()
+    assert widens(layer, x)
+    layer.compile(backend="eager")
+    assert not widens(layer, x)
+
+
+def test_gradients_under_autocast(slow):
+    layer, x = made(torch.bfloat16, width=512), leaf(randn(FEWEST, 512), torch.bfloat16)
+    out, grad = project(layer, x), randn(FEWEST, 17, seed=3).bfloat16()
+    want = torch.autograd.grad(out, (x, layer.weight), grad, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = torch.autograd.grad(out, (x, layer.weight), grad)
+    assert all(map(torch.equal, got, want))

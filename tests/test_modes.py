@@ -16,13 +16,17 @@ from torch.utils.checkpoint import checkpoint
 from headwise import (
     ALiBi,
     Causal,
+    Document,
     DynamicCache,
     MultiHeadAttention,
     Padding,
+    PerHead,
     Positions,
+    Prefix,
     RelativeBias,
     RollingCache,
     RotaryEmbedding,
+    ShapeError,
     Softcap,
     StaticCache,
     Window,
@@ -346,3 +350,38 @@ def test_a_layer_that_is_made_under_a_default_dtype():
     assert out.dtype == torch.float64
     assert all(p.dtype == torch.float64 for p in layer.parameters())
     assert_as_good_as(out, layer(X.double()), terms=64)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_default_device_is_not_that_of_a_call(dropout_p):
+    """What is made on the way is made where the call is: the numbers of one on the CPU are not somewhere else."""
+    layer = MultiHeadAttention(12, 6, rotary=RotaryEmbedding(2), score_mods=[ALiBi(6), RelativeBias(6)], sinks=True)
+    layer.dropout_p = dropout_p
+    mask, documents = Causal() & Padding([11, 4]), Document.from_lengths([4, 7])
+    x, row = leaf(randn(2, 11, 12)), leaf(randn(1, 11, 12))
+
+    def results():
+        torch.manual_seed(1)
+        out, packed = layer(x, mask=mask, seed=3), layer(row, mask=documents)
+        loss = out.square().sum() + packed.square().sum()
+        first = torch.autograd.grad(loss, x, create_graph=dropout_p == 0)[0]
+        second = torch.autograd.grad(first.square().sum(), x)[0] if first.requires_grad else first
+        return out, packed, first, second
+
+    want = results()
+    with torch.device("meta"):
+        got = results()
+        lists = layer(x, mask=Causal() & Padding([11, 4]), seed=3), layer(row, mask=Document.from_lengths([4, 7]))
+    assert all(map(torch.equal, got, want))
+    assert torch.equal(lists[0], want[0]) and (dropout_p or torch.equal(lists[1], want[1]))
+
+
+def test_lists_of_numbers_are_on_no_device():
+    """The first lines of the README on another device: a list was made a tensor on the CPU, and then refused."""
+    layer, x = MultiHeadAttention(12, 6, device="meta"), torch.empty(2, 11, 12, device="meta")
+    assert layer(x, mask=Causal() & Window(4) & Padding([11, 4])).shape == x.shape
+    assert layer(x, mask=~Prefix([1, 2]) | Document.from_lengths([4, 7])).shape == x.shape
+    assert layer(x, mask=PerHead((Padding([11, 4]),) * 6)).shape == x.shape
+    for mask in (Padding(torch.tensor([11, 4])), Document.from_lengths([4, 7], device="cpu")):
+        with pytest.raises(ShapeError, match="mask is on cpu and the query on meta"):
+            layer(x, mask=mask)

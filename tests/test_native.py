@@ -393,3 +393,36 @@ def test_without_its_library_it_says_so(monkeypatch):
     with pytest.raises(UnsupportedError, match=gone):
         attention(X, X, X, backend=Native())
     assert instruction_sets() == ()
+
+
+def test_bounds_that_32_bits_do_not_hold():
+    x = randn(2, 2, 5, 4)
+    for far in (2**32, 2**63 - 1, 2**31):
+        lengths = torch.tensor([far, 3])
+        for mask, near in (
+            (Padding(lengths), Padding([5, 3])),
+            (Padding(lengths) & Window(3), Padding([5, 3]) & Window(3)),
+            (Causal() | Prefix(lengths), Causal() | Prefix([5, 3])),
+        ):
+            assert torch.equal(attention(x, x, x, mask=mask, backend=Native()), attention(x, x, x, mask=near))
+
+
+@pytest.mark.parametrize("what", ["sinks", "slopes", "bias", "mask"])
+def test_other_tensors_without_plain_memory_are_refused_as_well(what):
+    given = {
+        "sinks": lambda: {"sinks": _Marked(torch.zeros(2))},
+        "slopes": lambda: {"score_mods": [ALiBi(2, _Marked(torch.ones(2)))]},
+        "bias": lambda: {"score_mods": [Bias(_Marked(torch.zeros(3, 3)))]},
+        "mask": lambda: {"mask": Dense(_Marked(torch.ones(3, 3)).bool())},
+    }[what]()
+    with pytest.raises(UnsupportedError, match="it reads the memory of plain tensors"):
+        attention(X, X, X, backend=Native(), **given)
+
+
+def test_what_the_kernel_answers():
+    """A layer may be loaded on another processor than the one it was made on."""
+    elsewhere = copy.copy(Native())
+    elsewhere.instructions = "avx1024"
+    for grad in (False, True):
+        with pytest.raises(UnsupportedError, match="instructions that this processor lacks"):
+            attention(*[X.clone().requires_grad_(grad)] * 3, backend=elsewhere)

@@ -1,5 +1,7 @@
 """A call that repeats an earlier one in all but its numbers is not worked out again: the same answers all the same."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -358,3 +360,32 @@ def test_zeros_without_memory():
         outs = out if isinstance(out, tuple) else (out,)
         grads = torch.autograd.grad(outs, call, [torch._efficientzerotensor(o.shape) for o in outs])
         assert not any(grad.any() for grad in grads)
+
+
+def test_a_backend_of_ones_own_is_asked_each_time():
+    class Counted(Native):
+        runs = 0
+
+        def run(self, x):
+            self.runs += 1
+            return super().run(x)
+
+    own = Counted()
+    for _ in range(3):
+        attention(*inputs(), backend=own)
+    assert own.runs == 3
+
+
+def test_a_backend_without_a_hash():
+    @dataclass
+    class Scaled(Native):
+        factor: float = 2.0
+        instructions: str = ""
+
+        def run(self, x):
+            out, lse = super().run(x)
+            return out * self.factor, lse
+
+    for factor in (2.0, 3.0):
+        out = attention(*inputs(), backend=Scaled(factor))
+        torch.testing.assert_close(out, attention(*inputs()) * factor)

@@ -269,3 +269,19 @@ def test_what_makes_no_modification_is_refused():
     for call in wrong:
         with pytest.raises(ShapeError):
             call()
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_slopes_that_are_trained(backend):
+    slopes = nn.Parameter(torch.tensor([0.5, 2.0]))
+    mod = ALiBi(2, slopes)
+    assert list(mod.parameters()) == [slopes] and list(mod.state_dict()) == ["own_slopes"]
+    assert not list(ALiBi(2, slopes.detach()).parameters())
+    query, key, value = (randn(1, 2, 5, 4, seed=seed) for seed in range(3))  # only the slopes are trained
+    out = attention(query, key, value, score_mods=[mod], backend=backend)
+    (grad,) = torch.autograd.grad(out.square().sum(), slopes)
+    wide = leaf(slopes, torch.float64)
+    away = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+    scores = query.double() @ key.double().mT / 2 - wide[:, None, None] * away
+    (want,) = torch.autograd.grad((scores.softmax(-1) @ value.double()).square().sum(), wide)
+    torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-6)

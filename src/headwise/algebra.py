@@ -4,7 +4,7 @@ True means *may attend*. The masks themselves are in ``masks``.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ class Mask(ABC):
         ■ · · ·
         ■ ■ · ·
     """
+
+    listed = False  # whether its tensor was given as a list of numbers, which is on no device
 
     @abstractmethod
     def allowed(self, b: Indices, h: Indices, q: Indices, k: Indices) -> Allowed:
@@ -62,7 +64,16 @@ class Mask(ABC):
 
     def to(self, device: torch.device | str) -> "Mask":
         """The same mask with its tensors on another device."""
-        changes = {f.name: _moved(getattr(self, f.name), device) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        return self._moved(lambda held: held.to(device))
+
+    def beside(self, device: torch.device) -> "Mask":
+        """The same mask with what was given as lists of numbers on the device of a call."""
+        if self.listed:
+            return self.to(device)
+        return self._moved(lambda held: held.beside(device) if isinstance(held, Mask) else held)
+
+    def _moved(self, move: Callable[[Any], Any]) -> "Mask":
+        changes = {f.name: _each(getattr(self, f.name), move) for f in fields(self) if f.init}  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[type-var]
 
     def _values(self) -> tuple[Any, ...]:
@@ -248,9 +259,10 @@ def _masks(sign: str, *sides: Any) -> None:
             )
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _each(value: Any, move: Callable[[Any], Any]) -> Any:
+    """A field of a mask, with the tensors and masks in it moved."""
     if isinstance(value, (Tensor, Mask)):
-        return value.to(device)
+        return move(value)
     if isinstance(value, tuple) and value and isinstance(value[0], Mask):
-        return tuple(m.to(device) for m in value)
+        return tuple(move(held) for held in value)
     return value

@@ -117,9 +117,9 @@ class KVCache(ABC):
     def select(self, rows: list[int] | Int[Tensor, " N"]) -> None:
         """Make row i what row ``rows[i]`` was: put beams in order, repeat a prompt, leave finished rows out."""
         if not self.stored:
-            raise CacheError(f"An empty cache has no rows to select {len(rows)} from; fill it first.")
+            raise CacheError("An empty cache has no rows to select from; fill it first.")
         key = self.stored["key"]
-        index = torch.as_tensor(rows, dtype=None if len(rows) else torch.int64, device=key.device)
+        index = torch.as_tensor(rows, dtype=None if rows != [] else torch.int64, device=key.device)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ShapeError(f"Rows to select are {index.dtype} of shape {tuple(index.shape)}; give whole numbers.")
         if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(key):
@@ -527,6 +527,7 @@ class FixedCache(KVCache):
     ahead: Number = 0  # position less index of the queries
     _numbers = (*KVCache._numbers, "first", "asked", "ahead")
     _source: Any = None
+    _version: int | None = None
 
     @property
     def is_filled(self) -> bool:
@@ -567,11 +568,12 @@ class FixedCache(KVCache):
 
     def remember(self, source: Tensor | None) -> None:
         """Note which tokens the keys come from; None where values come from others, which a later call cannot say."""
-        self._source = source
+        self._source, self._version = source, _version(source)
 
     def is_from(self, source: Tensor) -> bool:
         """Whether these are the tokens that the keys come from, as far as can be told."""
-        return self._source is source
+        now = _version(source)
+        return self._source is source and (now is None or self._version is None or now == self._version)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -579,7 +581,7 @@ class FixedCache(KVCache):
 
     def fork(self) -> "FixedCache":
         twin = super().fork()
-        twin._source = self._source  # type: ignore[attr-defined]
+        twin._source, twin._version = self._source, self._version  # type: ignore[attr-defined]
         return twin  # type: ignore[return-value]
 
     def crop(self, length: int) -> None:
@@ -607,6 +609,13 @@ def _check_lengths(lengths: Any, batch: int, rows: int) -> None:
             raise ShapeError(
                 f"lengths= runs from {least} to {most}, but there are {rows} tokens; stay within 0 … {rows}."
             )
+
+
+def _version(source: Tensor | None) -> int | None:
+    """How often a tensor was written to; None where nobody counts."""
+    if source is None or torch.compiler.is_compiling() or source.is_inference():
+        return None
+    return source._version
 
 
 def _copied(value: Any) -> Any:

@@ -263,7 +263,8 @@ def check_layer(layer: Any) -> None:
     for name, (part, kind) in parts.items():
         if part is not None and not isinstance(part, kind):
             raise ShapeError(f"{name}= takes a {kind.__name__}, not {part!r}; leave it out for none.")
-        size = getattr(part, "head_dim", getattr(part, "normalized_shape", (layer.head_dim,))[-1])
+        size = getattr(part, "head_dim", getattr(part, "normalized_shape", layer.head_dim))
+        size = size[-1] if isinstance(size, (tuple, list)) and size else size
         if size != layer.head_dim:
             raise ShapeError(f"{name}= is for heads of {size}, the layer's have {layer.head_dim}; make them equal.")
     for mod in layer.score_mods:
@@ -432,7 +433,7 @@ def _looks_within(mask: Mask, tokens: int) -> bool:
     if spans.is_numbers:
         return isinstance(spans.left, int) and spans.left > far - tokens
     start = spans.tensor()[..., 0].amin(-1)
-    within = (torch.arange(far, far + tokens + 1) - start < tokens).all()
+    within = (torch.arange(far, far + tokens + 1, device=start.device) - start < tokens).all()
     if torch.compiler.is_compiling():  # where reading a tensor would break the graph
         torch._assert_async(within, "The cache keeps fewer tokens than the mask lets a query look back.")
         return True

@@ -39,10 +39,21 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 OTHERWISE = "build such a layer in code, and load its state dict."
 
 
-def _alibi(num_heads: int, slopes: Any = None, *, device: Device = None, dtype: torch.dtype | None = None) -> ALiBi:
+def _alibi(
+    num_heads: int,
+    slopes: Any = None,
+    trained: bool | None = None,
+    *,
+    device: Device = None,
+    dtype: torch.dtype | None = None,
+) -> ALiBi:
+    if slopes is None:
+        return ALiBi(num_heads)
+    if trained is not None:
+        return ALiBi(num_heads, nn.Parameter(torch.tensor(slopes, device=device, dtype=dtype), trained))
     if device is not None and torch.device(device).type == "meta":
-        device = "cpu"  # no state dict brings slopes, so they are numbers from the beginning
-    return ALiBi(num_heads, None if slopes is None else torch.tensor(slopes, device=device, dtype=dtype))
+        device = "cpu"  # no state dict brings these slopes, so they are numbers from the beginning
+    return ALiBi(num_heads, torch.tensor(slopes, device=device, dtype=dtype))
 
 
 def _bias(shape: Any, trained: bool = True, *, device: Device = None, dtype: torch.dtype | None = None) -> Bias:
@@ -160,6 +171,8 @@ def _value(part: Any, name: str, dtype: torch.dtype) -> Any:
     """What the constructor of a part was given as ``name``, as a plain value."""
     if isinstance(part, Bias):
         value = {"shape": part.values.shape, "trained": part.values.requires_grad}[name]
+    elif name == "trained":
+        value = part.own_slopes.requires_grad if isinstance(part.own_slopes, nn.Parameter) else None
     elif name == "slopes":
         value = None if part.own_slopes is None else part.own_slopes.tolist()
     elif name == "bias":

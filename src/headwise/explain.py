@@ -506,6 +506,9 @@ def _watched_cache(cache: Any, events: list[Event]) -> Any:
         copied = copy.deepcopy(cache)
     except RuntimeError as error:
         raise UnsupportedError(f"The cache cannot be copied ({error}); fill it under torch.no_grad().") from None
+    for name in ("_owner", "_source", "_version"):  # whose it is, which a copy forgets
+        if hasattr(cache, name):
+            setattr(copied, name, getattr(cache, name))
     append = copied.append
 
     def watched(key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:

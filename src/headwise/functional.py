@@ -272,6 +272,8 @@ def prepare(
     slots = key.shape[-2]
     queries, keys = stand(query, slots, query_positions, key_positions)
     mask = as_mask(mask)
+    if any(tensor.device != query.device for tensor in mask.tensors()):
+        mask = mask.beside(query.device)
     for tensor in mask.tensors():
         same_device(tensor, query, "mask")
     score_mods = as_score_mods(score_mods)
@@ -359,7 +361,9 @@ def _form(
             return None
     if torch.is_autocast_enabled("cpu") or not (scale is None or type(scale) is float):
         return None
-    if not (type(backend) is str or isinstance(backend, Backend)) or not _is_ours(mask):
+    if not (type(backend) is str or isinstance(backend, Backend)) or not isinstance(backend, Hashable):
+        return None
+    if not _is_ours(mask):
         return None
     places: list[tuple[int, ...] | None] = []
     for positions in (query_positions, key_positions):

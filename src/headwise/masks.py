@@ -236,16 +236,21 @@ class Document(Mask):
     def from_lengths(
         cls, lengths: list[int], key_lengths: list[int] | None = None, *, device: torch.device | str | None = None
     ) -> "Document":
-        """Documents of the given lengths, one after the other in each row; keys have the same unless given."""
-        ids, bounds = _contiguous(lengths, device)
-        if key_lengths is None:
-            return cls(ids, runs=bounds[ids][None])
-        key_ids, bounds = _contiguous(key_lengths, device)
-        if len(key_lengths) != len(lengths):
-            raise ShapeError(
-                f"{len(lengths)} documents of queries and {len(key_lengths)} of keys differ; give as many."
-            )
-        return cls(ids, key_ids, runs=bounds[ids][None])
+        """Documents of the given lengths, one after the other in each row; keys have the same unless given.
+
+        Without a device the mask goes where each call is.
+        """
+        ids, bounds = _contiguous(lengths, device or "cpu")
+        key_ids = None
+        if key_lengths is not None:
+            key_ids, bounds = _contiguous(key_lengths, device or "cpu")
+            if len(key_lengths) != len(lengths):
+                raise ShapeError(
+                    f"{len(lengths)} documents of queries and {len(key_lengths)} of keys differ; give as many."
+                )
+        made = cls(ids, key_ids, runs=bounds[ids][None])
+        object.__setattr__(made, "listed", device is None)
+        return made
 
     @classmethod
     def ascending(
@@ -583,7 +588,8 @@ def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
     value = getattr(mask, name)
     if isinstance(value, (list, tuple)):
         numbers = [integer(v, what) for v in value]
-        object.__setattr__(mask, name, torch.tensor(numbers, dtype=torch.int64))
+        object.__setattr__(mask, name, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
+        object.__setattr__(mask, "listed", True)
     elif isinstance(value, Tensor):
         if value.is_floating_point() or value.dtype == torch.bool or value.dim() != 1:
             raise ShapeError(

@@ -108,7 +108,7 @@ class ALiBi(ScoreMod):
     Args:
         num_heads: Number of query heads. The slopes are powers of 2^(-8/num_heads); where num_heads is no power of
             two, those of the next lower one, followed by every second slope of twice that.
-        slopes: One slope per head, instead of those.
+        slopes: One slope per head, instead of those. A Parameter is registered and trains.
 
     Raises:
         ShapeError: When ``num_heads`` is below 1, or the number of slopes differs from it.
@@ -140,12 +140,15 @@ class ALiBi(ScoreMod):
         self.num_heads = num_heads
         # The slopes of the paper follow from the number of heads. As a buffer they would be rounded with a layer in
         # half precision, and the error of a slope grows with the distance.
-        self.register_buffer("own_slopes", slopes, persistent=False)
+        if isinstance(slopes, nn.Parameter):
+            self.own_slopes = slopes
+        else:
+            self.register_buffer("own_slopes", slopes, persistent=False)
 
     @property
     def slopes(self) -> Float[Tensor, " H"]:
         """The slope of each head."""
-        return _alibi_slopes(self.num_heads) if self.own_slopes is None else self.own_slopes
+        return _alibi_slopes(self.num_heads, device="cpu") if self.own_slopes is None else self.own_slopes
 
     def forward(self, score: Scores, b: Places, h: Places, q: Places, k: Places) -> Scores:
         slopes = self.own_slopes

@@ -64,7 +64,7 @@ class Native(Backend):
             return "its heads have at most 256 features"
         if torch._C._functorch.maybe_current_level() is not None:
             return "it does not compose with function transforms (vmap, grad, jvp)"
-        if not torch.compiler.is_compiling() and not (_is_plain(query) and _is_plain(x.key) and _is_plain(x.value)):
+        if not torch.compiler.is_compiling() and not all(_is_plain(t) for t in _read(x)):
             return "it reads the memory of plain tensors, and knows no subclass"
         if forward_ad._current_level >= 0 and any(
             t is not None and forward_ad.unpack_dual(t).tangent is not None
@@ -80,6 +80,8 @@ class Native(Backend):
         return out, lse if wanted else None
 
     def plan(self, x: Inputs) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        if type(self) is not Native:  # which may compute something else in its run
+            return None
         given, tensors = _given(x), (x.query, x.key, x.value)
         if any(isinstance(value, Tensor) for value in given) or any(t.stride(3) != 1 for t in tensors):
             return None
@@ -92,6 +94,13 @@ class Native(Backend):
 def _given(x: Inputs) -> tuple[Any, ...]:
     """What ``pack`` takes beside query, key and value."""
     return *_limits(x), *_modifications(x), x.sinks, x.scale, *_dropout(x)
+
+
+def _read(x: Inputs) -> list[Tensor]:
+    """The tensors whose memory the kernel reads."""
+    others = [] if x.sinks is None else [x.sinks]
+    others += [tensor for mod in x.score_mods for tensor in mod.buffers()]
+    return [x.query, x.key, x.value, *others, *x.score_tensors(), *x.mask.tensors()]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -122,9 +131,9 @@ def _dropout(x: Inputs) -> tuple[Any, ...]:
         return 0.0, None, [0, 0, 0]
     seed = x.seed
     if seed is None:  # one number of torch's generator
-        seed = torch.randint(2**63 - 1, ())
+        seed = torch.randint(2**63 - 1, (), device="cpu")
     elif not isinstance(seed, Tensor):
-        seed = torch.tensor(seed - 2**64 * (seed >= 2**63))
+        seed = torch.tensor(seed - 2**64 * (seed >= 2**63), device="cpu")
     return x.dropout_p, seed, [x.queries.start, x.keys.start, x.head_offset]
 
 
@@ -350,10 +359,11 @@ def _plain(
 ) -> tuple[Tensor, Tensor]:
     """The same by the formula, in operations of torch that can be differentiated to any order."""
     rows, slots, group = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    t, s = torch.arange(rows)[:, None], torch.arange(slots)
+    b, h, t, s = (torch.arange(n, device=query.device) for n in (*query.shape[:2], rows, slots))
+    t = t[:, None]
     tensors = (None if bound is None else bound[:, None, None, None] for bound in (first, last, left, right))
     low, high, behind, ahead = zip(bounds, tensors, strict=True)
-    seen = torch.ones(1, 1, rows, slots, dtype=torch.bool)
+    seen = torch.ones(1, 1, rows, slots, dtype=torch.bool, device=query.device)
     for bound in low:
         seen = seen if bound is None else seen & (s >= bound)
     for bound in high:
@@ -389,7 +399,7 @@ def _plain(
     alive = scores.masked_fill(nothing, 0)
     weights = alive.softmax(-1).masked_fill(nothing, 0)[..., :slots]
     if seed is not None:
-        b, h = torch.arange(query.shape[0])[:, None, None, None], torch.arange(query.shape[1])[:, None, None]
+        b, h = b[:, None, None, None], h[:, None, None]
         kept = philox.keeps(seed, dropout_p, b, h + starts[2], t + starts[0], s + starts[1])
         weights = torch.where(kept, weights / (1 - dropout_p), 0)
     return (weights @ value).to(query.dtype), alive.logsumexp(-1).masked_fill(nothing[..., 0], -torch.inf)

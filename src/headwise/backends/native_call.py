@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.errors import UnsupportedError
+
 SUFFIXES = (".so", ".dylib", ".dll")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LEARN = (0, 1, 2, 10, 11, 12, 15)  # where query, key, value, bias, slopes, table and sinks stand in what is given
@@ -40,10 +42,17 @@ POINTERS = struct.Struct("@6P")  # what CALL begins with
 # hw_gradients: out_grad, its strides, lse_grad, and what is written: query, key, value, bias, its stride, slopes …
 GRADIENTS = struct.Struct("@P3qP4Pq3P")
 
-NO_MEMORY = MemoryError("The CPU kernel found no memory for what it packs; make some free.")
+FAR = 2**30  # slots
 NOTHING = (0, 0, 0, 0)
 NO_TILE = (0, 0, 0, 0, 0)
 NO_DROPOUT = (0, 0, 0, 0, 0, 0.0)
+
+
+def _check(status: int) -> None:
+    if status == 1:
+        raise MemoryError("The CPU kernel found no memory for what it packs; make some free.")
+    if status:
+        raise UnsupportedError("The CPU kernel was told to use instructions that this processor lacks; name others.")
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -56,8 +65,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Ten
     query, key, value = _dense(query), _dense(key), _dense(value)
     out, lse, rest = new_results(query, value.shape[3], with_lse, with_rest)
     call, _kept = pack(out, lse, rest, query, key, value, *given[:-3])
-    if KERNEL.hw_forward(call, instructions.encode()):
-        raise NO_MEMORY
+    _check(KERNEL.hw_forward(call, instructions.encode()))
     return out, lse, rest
 
 
@@ -90,8 +98,7 @@ def backward(
         0 if grads[3] is None or len(grads[3]) == 1 else grads[3].stride(0),
         *pointers[4:],
     )
-    if KERNEL.hw_backward(call, gradients, given[-1].encode()):
-        raise NO_MEMORY
+    _check(KERNEL.hw_backward(call, gradients, given[-1].encode()))
     return grads
 
 
@@ -115,8 +122,7 @@ class Form:
         out = query.new_empty_strided(self.size, self.strides[3])
         lse = query.new_empty(self.size[:3], dtype=torch.float32) if learns else None
         rest = torch.empty_like(out) if learns and self.is_half else None
-        if KERNEL.hw_forward(_pointers(query, key, value, out, rest, lse) + self.numbers, self.instructions):
-            raise NO_MEMORY
+        _check(KERNEL.hw_forward(_pointers(query, key, value, out, rest, lse) + self.numbers, self.instructions))
         return out, lse, rest
 
     def backward(
@@ -144,8 +150,7 @@ class Form:
             *(0, 0, 0, 0, 0),
         )
         call = _pointers(query, key, value, out, rest, lse) + self.numbers
-        if KERNEL.hw_backward(call, gradients, self.instructions):
-            raise NO_MEMORY
+        _check(KERNEL.hw_backward(call, gradients, self.instructions))
         return grads
 
 
@@ -250,7 +255,9 @@ def new_results(
 
 
 def _per_row(bounds: tuple[Tensor | None, ...], batch: int, kept: list[Tensor]) -> tuple[int, ...]:
-    kept += [b.to("cpu", torch.int32).expand(batch).contiguous() for b in bounds if b is not None]
+    # a bound beyond all slots may be one that 32 bits do not hold
+    whole = (b.clamp(-FAR, FAR).to("cpu", torch.int32) for b in bounds if b is not None)
+    kept += [b.expand(batch).contiguous() for b in whole]
     alive = iter(kept)
     return tuple(0 if b is None else next(alive).data_ptr() for b in bounds)
 
@@ -262,7 +269,7 @@ def _tile(tile: Tensor, size: tuple[int, ...], dtype: torch.dtype, kept: list[Te
 
 
 def _numbers(values: Tensor, kept: list[Tensor]) -> int:
-    values = values.float().contiguous().resolve_neg()
+    values = values.to("cpu", torch.float32).contiguous().resolve_neg()
     kept.append(values)
     return values.data_ptr()
 

@@ -117,7 +117,8 @@ class Sdpa(Backend):
         batch, heads = x.query.shape[:2]
         together = max(1, TOGETHER // max(1, batch * heads * step))
         # pieces that are joined again, not slices: the gradient of a slice is as long as all the keys, in each block
-        queries, keys, values = (t.split(step, -2) for t in (x.query, x.key, x.value))
+        # what lies behind the band, such as places of a cache that are not filled, is left out
+        queries, keys, values = (t.split(step, -2) for t in (x.query, x.key[..., :high, :], x.value[..., :high, :]))
         alike: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}  # in the order of the blocks
         for i, query in enumerate(queries):
             first, rows = i * step, query.shape[-2]

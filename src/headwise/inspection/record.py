@@ -96,8 +96,9 @@ class _Recorder:
         kept = replace(
             inputs,
             query=inputs.query.detach(),
-            key=inputs.key.detach(),
-            value=inputs.value.detach(),
+            # copies: a later call may write its own into the memory of a cache
+            key=inputs.key.detach().clone(),
+            value=inputs.value.detach().clone(),
             # parameters, which a later step of training changes in place
             sinks=None if inputs.sinks is None else inputs.sinks.detach().clone(),
             score_mods=tuple(_copied(mod) for mod in inputs.score_mods),

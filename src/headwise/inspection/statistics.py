@@ -75,14 +75,13 @@ def head_statistics(
         >>> headwise.inspection.head_statistics(calls[0].inputs).self.tolist()
         [1.0, 1.0]
     """
-    count, slots = inputs.query.shape[-2], inputs.key.shape[-2]
-    if count != slots:
-        raise ShapeError(f"Statistics of {count} queries over {slots} keys are not of self-attention; give as many.")
+    slots = _tokens(inputs)
     for given, name in ((separators, "separators"), (tokens, "tokens")):
         if given is not None and given.shape != (slots,):
             raise ShapeError(f"{name} has shape {tuple(given.shape)}, but there are {slots} keys; give one for each.")
-    sums = {f.name: torch.zeros(inputs.query.shape[1], dtype=torch.float64) for f in fields(HeadStatistics)}
-    alive = torch.zeros(inputs.query.shape[1], dtype=torch.float64)
+    zeros = torch.zeros(inputs.query.shape[1], dtype=torch.float64, device="cpu")
+    sums = {f.name: zeros.clone() for f in fields(HeadStatistics)}
+    alive = zeros.clone()
     k = torch.arange(slots, device=inputs.query.device)
     for rows, softmax_BHRS in _blocks(inputs):
         total = softmax_BHRS.sum(-1, keepdim=True)
@@ -119,6 +118,9 @@ def strongest_pairs(
     Returns:
         A list per head. Shorter than ``count`` where there are fewer pairs.
 
+    Raises:
+        ShapeError: When queries and keys are not the same tokens.
+
     Example:
         >>> layer = MultiHeadAttention(8, 2, mask=Causal())
         >>> with headwise.inspection.record(layer) as calls:
@@ -126,11 +128,11 @@ def strongest_pairs(
         >>> [pairs[0][:2] for pairs in headwise.inspection.strongest_pairs(calls[0].inputs, 1)]
         [(1, 0), (1, 0)]
     """
-    heads, slots = inputs.query.shape[1], inputs.key.shape[-2]
+    heads, slots = inputs.query.shape[1], _tokens(inputs)
     best: list[list[tuple[int, int, float]]] = [[] for _ in range(heads)]
     k = torch.arange(slots, device=inputs.query.device)
     for rows, weights in _blocks(inputs):
-        q = torch.arange(inputs.query.shape[-2], device=k.device)[rows, None]
+        q = k[rows, None]
         shown = k != q
         if hide is not None:
             hidden = hide.to(k.device)
@@ -145,6 +147,14 @@ def strongest_pairs(
             ]
             best[head] = sorted(best[head] + found, key=lambda pair: -pair[2])[:count]
     return best
+
+
+def _tokens(inputs: Inputs) -> int:
+    """The number of tokens, which are queries and keys."""
+    count, slots = inputs.query.shape[-2], inputs.key.shape[-2]
+    if count != slots:
+        raise ShapeError(f"Statistics of {count} queries over {slots} keys are not of self-attention; give as many.")
+    return slots
 
 
 def _blocks(inputs: Inputs) -> Iterator[tuple[slice, Float[Tensor, "B H R S"]]]:
