@@ -359,8 +359,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             out_BHTD = observed(self.observer, x, *run(x))
         weights = None
         if need_weights:
-            x = prepare(*call)
             if isinstance(mask, Full) and not score_mods:  # nothing to hide, and no row that sees nothing
+                x = prepare(*call)
                 with plain_precision(x):
                     wide = torch.promote_types(x.query.dtype, torch.float32)
                     weights = (x.query.to(wide) @ x.key.to(wide).mT * x.scale).softmax(-1)
