@@ -706,3 +706,10 @@ def test_rows_to_select_are_a_list():
     for rows in (1, torch.tensor(1)):
         with pytest.raises(ShapeError, match=r"Rows to select are torch.int64 of shape \(\)"):
             cache.select(rows)
+
+
+def test_lengths_on_another_device():
+    layer, x = MultiHeadAttention(8, 2, device="meta"), torch.empty(2, 5, 8, device="meta")
+    for cache in (DynamicCache(), StaticCache(9), RollingCache(3), FixedCache()):
+        with pytest.raises(ShapeError, match="lengths= is on cpu and the keys are on meta"):
+            layer(x, x, cache=cache, lengths=torch.tensor([5, 2]), mask=Causal() & Window(3))

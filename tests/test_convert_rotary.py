@@ -1,15 +1,17 @@
 """Rotary embeddings read from configurations: the same numbers as transformers' own modules."""
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_as_good_as, randn
 
 from headwise import ConversionError, LongRoPESchedule, RotaryEmbedding
-from headwise.convert.rotary import NEIGHBOURS, SPECTRUM, from_config
+from headwise.convert.rotary import ASKED, NEIGHBOURS, SPECTRUM, from_config
 
 NEAR = torch.tensor([[0, 1, 2, 11, 29], [3, 5, 0, 23, 1]])
 SHORT = NEAR % 12  # below 16, the length of training
@@ -274,3 +276,29 @@ def test_what_is_not_understood_is_refused():
     ):
         with pytest.raises(ConversionError, match=text):
             from_config({**plain, **given})
+
+
+def test_the_pairs_of_every_model_are_known_or_asked_for():
+    """A model whose own rotation takes neighbours is never turned by halves without a word."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    turn = re.compile(r"def (rotate_half|rotate_every_two|apply_rotary\w*)\(.*?(?=\ndef |\nclass |\n@)", re.S)
+    neighbours = re.compile(r"\.\.\., (0)?::2|\.\.\., 1::2|view_as_complex|reshape\([^)]*-1, 2\)")
+    found, lost = 0, []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        name = path.parent.name
+        if not any(neighbours.search(match.group(0)) for match in turn.finditer(path.read_text())):
+            continue
+        found += 1
+        chosen = "rope_interleave" in "".join(p.read_text() for p in path.parent.glob("configuration_*.py"))
+        known = any(f"{name}_".startswith(f"{other}_") for other in (*NEIGHBOURS, *ASKED))
+        lost += [] if chosen or known else [name]
+    assert not lost and found > 10
+
+
+def test_pairs_that_were_not_compared_are_asked_for():
+    for name in ("cohere2_moe", "moonshine", "blt_patcher"):
+        plain = {"hidden_size": 64, "num_attention_heads": 4, "rope_theta": 1e4, "model_type": name}
+        with pytest.raises(ConversionError, match=f"How {name} pairs"):
+            from_config(plain)
+        assert from_config(plain, interleaved=True).interleaved
+        assert from_config({**plain, "rope_interleave": True}).interleaved

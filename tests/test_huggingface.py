@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import inspect
+import io
 import sys
 
 import pytest
@@ -884,3 +885,110 @@ def test_documents_found_once_are_found_again_after_a_write():
             (got, _), x = call(position_ids=own)
             apart = headwise.Causal() & headwise.Document.from_lengths(lengths)
             assert torch.equal(got, headwise.attention(*x, mask=apart).transpose(1, 2))
+
+
+def test_models_that_would_misread_the_masks_are_refused():
+    """Their own code adds a boolean mask to the scores, or hides nothing where there is none."""
+    from transformers import BloomConfig, BloomForCausalLM, MPNetConfig, MPNetModel
+
+    ids = torch.arange(6)[None]
+    bloom = BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=50)
+    mpnet = MPNetConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32, vocab_size=50)
+    for kind, config in ((BloomForCausalLM, bloom), (MPNetModel, mpnet)):
+        model = kind._from_config(config, attn_implementation="headwise")
+        with pytest.raises(headwise.UnsupportedError, match="compute attention by code of their own"):
+            model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
+
+
+@torch.no_grad()
+def test_layers_that_share_keys_and_a_few_logits():
+    """Gemma 4 cuts its queries to those whose logits are wanted, behind the mask."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if not hasattr(transformers, "Gemma4ForCausalLM"):
+        pytest.skip("this transformers has no Gemma 4")
+    config = transformers.Gemma4TextConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=8, vocab_size=50,
+        num_hidden_layers=4, intermediate_size=32, num_kv_shared_layers=2, sliding_window=4,
+        hidden_size_per_layer_input=4, vocab_size_per_layer_input=50,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+    ids = torch.randint(0, 50, (2, 9))
+    want = {n: model(input_ids=ids, logits_to_keep=n).logits for n in (1, 3)}
+    tokens = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    model.set_attn_implementation("headwise")
+    for count, logits in want.items():
+        torch.testing.assert_close(model(input_ids=ids, logits_to_keep=count).logits, logits, rtol=1e-4, atol=1e-5)
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for cache in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(model.generate(ids, **how, **cache), tokens)
+
+
+@pytest.mark.plain
+@torch.no_grad()
+def test_a_hole_begins_no_document_in_compiled_models():
+    model = family("Llama")[0]
+    real = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    want = run(model, "eager", {"input_ids": ROWS, "attention_mask": real}).logits
+    model.set_attn_implementation("headwise")
+    torch.compiler.reset()
+    got = torch.compile(model, fullgraph=True, backend="eager")(input_ids=ROWS, attention_mask=real).logits
+    torch.testing.assert_close(got[real.bool()], want[real.bool()], rtol=1e-4, atol=1e-5)
+
+
+def test_documents_in_checkpoints_that_are_computed_again():
+    """Reentrant checkpoints recompute with tensors that share the memory of a mask, but not its attributes."""
+    real = torch.ones(2, 9, dtype=torch.long)
+    real[0, :2] = 0
+    for name in ("Bert", "GPT2", "Llama"):
+        model, grads = copy.deepcopy(family(name)[0]).train(), []
+        for module in model.modules():
+            module.p = 0.0 if isinstance(module, torch.nn.Dropout) else getattr(module, "p", None)
+        more = {"use_cache": False} if name in DECODERS else {}
+        for checkpointed in (False, True):
+            if checkpointed:
+                older = getattr(model, "gradient_checkpointing_enable", None)
+                getattr(model, "activation_checkpointing_enable", older)({"use_reentrant": True})
+            out = run(model, "headwise", {"input_ids": ROWS, "position_ids": PLACES, "attention_mask": real}, **more)
+            output(out)[real.bool()].square().sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+            model.zero_grad()
+        for first, again in zip(*grads, strict=True):
+            assert (first is None) == (again is None) and (first is None or torch.equal(first, again)), name
+
+
+def test_positions_stay_as_they_were():
+    positions = torch.tensor([[0, 1, 0, 1, 2]])
+    call(position_ids=positions)
+    assert not vars(positions)
+    torch.save(positions, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(torch.load(file), positions)
+
+
+@torch.no_grad()
+def test_where_sequences_begin_is_not_lost_beside_a_mask():
+    """A mask of padding or of a window, which transformers made, does not say where sequences begin."""
+    ids, ends = torch.arange(9)[None] + 3, torch.tensor([0, 4, 9], dtype=torch.int32)
+    packs = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
+    padded = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 0]])
+    for name, more in (("Llama", {}), ("Llama", {"attention_mask": padded}), ("Mistral", {})):
+        model = family(name)[0]
+        with pytest.raises(headwise.UnsupportedError, match="packs 2 sequences into one row and no mask keeps them"):
+            run(model, "headwise", {"input_ids": ids, **more}, **packs)
+        places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+        run(model, "headwise", {"input_ids": ids, "position_ids": places, **more}, **packs)
+
+
+def test_learned_queries_of_one_row():
+    """The queries of a Q-Former are one row for all rows of keys, which torch broadcasts."""
+    module = Attention(is_causal=False)
+    query, key, value = randn(1, 2, 3, 4), randn(5, 2, 7, 4, seed=1), randn(5, 2, 7, 4, seed=2)
+    for q, k, v in ((query, key, value), (key, query, query)):
+        got = huggingface.kernel(module, q, k, v, None)[0].transpose(1, 2)
+        want, near = (
+            torch.nn.functional.scaled_dot_product_attention(*(t.to(d).expand(5, -1, -1, -1) for t in (q, k, v)))
+            for d in (torch.float64, torch.float32)
+        )
+        assert_as_good_as(got, want, near, terms=7)

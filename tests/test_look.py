@@ -152,19 +152,40 @@ def test_an_empty_text_and_a_picture_without_a_folder_are_one_line(tmp_path):
         assert result.stderr.count("\n") == 1
 
 
-def test_a_folder_with_a_decoder(tmp_path):
+def save(folder, kind, **options):
+    """A model of transformers with random weights, and a tokenizer of whole words."""
     import tokenizers
     import transformers
 
     words = {word: i for i, word in enumerate(["<unk>", "the", "animal", "was", "tired"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     torch.manual_seed(2)
-    config = transformers.GPT2Config(vocab_size=5, n_embd=30, n_layer=2, n_head=3, n_positions=16)
-    transformers.GPT2Model(config).save_pretrained(tmp_path)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=5, **options)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
+
+
+def test_a_folder_with_a_decoder(tmp_path):
+    import transformers
+
+    save(tmp_path, "GPT2", n_embd=30, n_layer=2, n_head=3, n_positions=16)
     assert type(minilm.load(tmp_path)[0]) is transformers.GPT2Model
     found = look.look_folder(tmp_path, "the animal was so tired")
     assert found.tokens == ["the", "animal", "was", "so", "tired"]
     assert found.difference <= 2e-5
     assert all((layer.weights.triu(1) == 0).all() for layer in found.layers)
+
+
+def test_a_roberta_shows_as_many_tokens_as_it_has_positions(tmp_path):
+    """Its positions are counted from behind the number of padding."""
+    sizes = {"hidden_size": 30, "num_hidden_layers": 1, "num_attention_heads": 5, "intermediate_size": 14}
+    save(tmp_path, "Roberta", max_position_embeddings=18, pad_token_id=1, **sizes)
+    found = look.look_folder(tmp_path, "the tired " * 20)
+    assert len(found.tokens) == 16 and found.difference <= 2e-5
+
+
+def test_a_model_that_takes_more_than_a_text_is_one_line(tmp_path):
+    save(tmp_path, "T5", d_model=16, d_kv=4, num_heads=4, d_ff=16, num_layers=1)
+    with pytest.raises(ConversionError, match="T5Model cannot be looked at with a text alone"):
+        look.look_folder(tmp_path, "the animal")

@@ -11,6 +11,7 @@ from headwise import (
     Document,
     Full,
     MultiHeadAttention,
+    Padding,
     RelativeBias,
     RotaryEmbedding,
     Window,
@@ -107,3 +108,17 @@ def test_one_sequence_of_one_token():
     packed = pack([part])
     out = made(packed.tokens, mask=packed.mask, positions=packed.positions)
     assert_as_good_as(packed.unpack(out)[0], made(part), terms=64, inner=1.0)
+
+
+@pytest.mark.plain
+def test_nested_tensors_and_numbers_of_numpy():
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    parts = sequences()
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        assert torch.equal(pack(nested).tokens, pack(parts).tokens)
+    padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    lengths = numpy.array([len(part) for part in parts])
+    assert torch.equal(pack(padded, lengths=lengths).tokens, pack(parts).tokens)
+    assert torch.equal(pack(padded, lengths=list(lengths)).tokens, pack(parts).tokens)
+    assert Padding(list(lengths)).lengths.tolist() == lengths.tolist()

@@ -907,3 +907,20 @@ def test_the_benchmark_of_models_refuses(tmp_path, capsys):
     assert models.main(["--list"]) == 0 and len(capsys.readouterr().out.split()) == len(models.cases())
     models.main(["--quick", "--seconds", "0"])
     assert f"Left out, as the time was over: {len(models.cases())} cases" in capsys.readouterr().out
+
+
+@pytest.mark.plain
+def test_function_transforms_of_a_swapped_layer():
+    layer, x = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval(), randn(2, 5, 12)
+    tuned = dict(layer.named_parameters())
+
+    def loss(p):
+        return torch.func.functional_call(layer, p, (x,)).square().sum()
+
+    want = torch.func.grad(loss)(tuned)
+    swap(layer)
+    tuned = dict(layer.named_parameters())
+    got = torch.func.grad(loss)(tuned)
+    torch.testing.assert_close(got["linear1.weight"], want["linear1.weight"])
+    rows = torch.cat([got[f"self_attn.{name}_proj.weight"] for name in "qkv"])
+    torch.testing.assert_close(rows, want["self_attn.in_proj_weight"])

@@ -185,7 +185,7 @@ class KVCache(ABC):
         if not positions.is_run:
             raise CacheError("A cache numbers its tokens itself; give positions without indices, ring or filled.")
         if lengths is not None:
-            _check_lengths(lengths, key.shape[0], key.shape[2])
+            _check_lengths(lengths, key.shape[0], key.shape[2], key.device)
         for name, tensor in new.items():
             held = self.stored.get(name)
             if held is None:
@@ -290,7 +290,7 @@ class _Growing(KVCache):
             self.length = old + rows
             return self._found(self.length)
         if lengths is not None:
-            _check_lengths(lengths, key.shape[0], key.shape[2])
+            _check_lengths(lengths, key.shape[0], key.shape[2], key.device)
         stored, fresh = self._per_row(key, lengths)
         total = stored + fresh
         length = self._bound(total, old + rows)
@@ -551,7 +551,7 @@ class FixedCache(KVCache):
         if not positions.is_run:
             raise CacheError("A cache numbers its tokens itself; give positions without indices, ring or filled.")
         if lengths is not None:
-            _check_lengths(lengths, key.shape[0], key.shape[2])
+            _check_lengths(lengths, key.shape[0], key.shape[2], key.device)
         self.length, self.lengths = key.shape[-2], _copied(lengths)
         self.first, self.offset = _copied(positions.start), _copied(positions.offset)
         self.stored = {"key": key, "value": value}
@@ -597,12 +597,14 @@ class FixedCache(KVCache):
         return {**super().__getstate__(), "_source": None}
 
 
-def _check_lengths(lengths: Any, batch: int, rows: int) -> None:
+def _check_lengths(lengths: Any, batch: int, rows: int, device: torch.device) -> None:
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.dtype == torch.bool:
         kind = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
         raise ShapeError(f"lengths= is {kind}; give a tensor of whole numbers, one per row, (batch,).")
     if lengths.shape != (batch,):
         raise ShapeError(f"lengths= has shape {tuple(lengths.shape)} for {batch} rows; give one number per row.")
+    if lengths.device != device:
+        raise ShapeError(f"lengths= is on {lengths.device} and the keys are on {device}; move it with .to().")
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
         least, most = int(lengths.min()), int(lengths.max())
         if least < 0 or most > rows:

@@ -137,7 +137,11 @@ def look_folder(folder: Path, text: str, name: str = "") -> Look:
 
     huggingface.register()
     model, tokenizer = minilm.load(folder, attn_implementation="headwise")
-    tokens = read(tokenizer, text, getattr(model.config, "max_position_embeddings", 512))
+    longest = getattr(model.config, "max_position_embeddings", 512)
+    padding = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+    if padding is not None:  # RoBERTa counts its tokens from behind the number of padding
+        longest -= padding + 1
+    tokens = read(tokenizer, text, longest)
 
     def run(ids: Tensor) -> Tensor:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
@@ -148,7 +152,16 @@ def look_folder(folder: Path, text: str, name: str = "") -> Look:
         model.set_attn_implementation("headwise")
         return out
 
-    return _gather(name or str(folder), model, tokens, run, stock, "the stock model")
+    try:
+        return _gather(name or str(folder), model, tokens, run, stock, "the stock model")
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, AttentionError):
+            raise
+        said = str(error).split("\n")[0].rstrip(".")
+        raise ConversionError(
+            f"{type(model).__name__} cannot be looked at with a text alone: {said:.200}. Record it in Python instead, "
+            "with headwise.inspection.record."
+        ) from error
 
 
 def read(tokenizer: Any, text: str, longest: int) -> Tokens:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise.algebra import Allowed, Indices, Mask
 from headwise.errors import ShapeError
-from headwise.positions import Positions, integer
+from headwise.positions import Positions, integer, plain
 from headwise.shapes import broadcast_to_call, broadcasts, check_tile, strided
 from headwise.spans import Spans, make_runs, stack_heads, surely
 
@@ -587,7 +587,7 @@ def _per_row(mask: Mask, name: str, least: int | None, what: str) -> None:
     """
     value = getattr(mask, name)
     if isinstance(value, (list, tuple)):
-        numbers = [integer(v, what) for v in value]
+        numbers = [integer(plain(v), what) for v in value]
         object.__setattr__(mask, name, torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         object.__setattr__(mask, "listed", True)
     elif isinstance(value, Tensor):

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headwise.errors import ShapeError
 from headwise.masks import Document
-from headwise.positions import Positions, integer
+from headwise.positions import Positions, integer, plain
 
 Tokens = Shaped[Tensor, "1 N E"] | Int[Tensor, "1 N"]
 
@@ -110,12 +110,12 @@ def pack(
     Reference: Krell et al., Efficient Sequence Packing without Cross-contamination, 2021.
     https://arxiv.org/abs/2107.02027
     """
-    if isinstance(sequences, Tensor):
+    if isinstance(sequences, Tensor) and not sequences.is_nested:
         parts = _rows(sequences, lengths, keep)
     elif lengths is not None or keep is not None:
         raise ShapeError("lengths= and keep= are for a padded batch; a list of sequences has its lengths already.")
     else:
-        parts = list(sequences)
+        parts = list(sequences.unbind()) if isinstance(sequences, Tensor) else list(sequences)
     if not parts or not all(isinstance(part, Tensor) and part.dim() >= 1 for part in parts):
         raise ShapeError("pack takes a list of at least one tensor (tokens, size), or a padded batch with lengths=.")
     sizes = {(tuple(part.shape[1:]), part.dtype, part.device) for part in parts}
@@ -143,7 +143,7 @@ def _rows(batch: Tensor, lengths: Any, keep: Any) -> list[Tensor]:
             given = f"{keep.dtype} of {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
             raise ShapeError(f"keep= is {given}; give booleans ({rows}, {width}), True at the real tokens.")
         return [row[real] for row, real in zip(batch, keep, strict=True)]
-    counts = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    counts = lengths.tolist() if hasattr(lengths, "tolist") else [plain(length) for length in lengths]
     if len(counts) != rows:
         raise ShapeError(f"{len(counts)} lengths were given for {rows} rows; give one each.")
     if any(not 0 <= integer(n, "A length") <= width for n in counts):

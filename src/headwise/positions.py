@@ -164,6 +164,11 @@ class Positions:
         return None if self.filled is None else self.column(device) < _column(self.filled)
 
 
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python; anything else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+
+
 def integer(value: Any, what: str) -> int:
     """A whole number that fits 32 bits, as it is; anything else is refused as ``what``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):

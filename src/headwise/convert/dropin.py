@@ -586,6 +586,8 @@ def _adjacent(parts: list[Tensor]) -> bool:
     first = parts[0]
     if any(type(part) not in (Tensor, nn.Parameter) or not part.is_contiguous() for part in parts):
         return False
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(part) for part in parts):
+        return False
     end, storage = first.storage_offset(), first.untyped_storage()._cdata
     for part in parts:
         if part.untyped_storage()._cdata != storage or part.storage_offset() != end or part.dtype != first.dtype:

@@ -147,9 +147,9 @@ def packed(model: nn.Module, position_ids: Int[Tensor, "#B T"]) -> Iterator[None
 
 def kernel(
     module: nn.Module,
-    query: Float[Tensor, "B H T D"],
-    key: Float[Tensor, "B K S D"],
-    value: Float[Tensor, "B K S V"],
+    query: Float[Tensor, "#B H T D"],
+    key: Float[Tensor, "#B K S D"],
+    value: Float[Tensor, "#B K S V"],
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -188,8 +188,12 @@ def kernel(
             belong to one document.
         ShapeError: When sizes, dtypes or devices do not fit together.
     """
+    attention_mask = huggingface_masks.origin(attention_mask)
     documents = huggingface_masks.shared(module, position_ids, attention_mask, query.shape[-2], key.shape[-2])
-    _refuse(others, attention_mask is None and documents is None)
+    _refuse(others, documents is None and not huggingface_masks.is_own(attention_mask))
+    if len(query) != len(key) and 1 in (len(query), len(key)):  # the learned queries of a Q-Former
+        query = query.expand(max(len(query), len(key)), -1, -1, -1)
+        key, value = (t.expand(len(query), -1, -1, -1) for t in (key, value))
     mods: list[ScoreMod] = [] if softcap is None else [Softcap(softcap)]
     if position_bias is not None:
         mods.append(Bias(position_bias))
@@ -242,8 +246,8 @@ def _refuse(others: dict[str, Any], joined: bool) -> None:
         if name in PACKED:
             if joined and value.numel() > 2:
                 raise UnsupportedError(
-                    f"{name} packs {value.numel() - 1} sequences into one row and there is no mask to keep "
-                    "them apart; pass position_ids that begin again with each sequence."
+                    f"{name} packs {value.numel() - 1} sequences into one row and no mask keeps them "
+                    "apart; pass position_ids that begin again with each sequence."
                 )
         else:
             raise UnsupportedError(

@@ -7,6 +7,8 @@ knows one, whose runs of keys need no queries × keys booleans, and the tensor w
 """
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from headwise.algebra import Mask
 from headwise.errors import UnsupportedError
@@ -22,6 +25,11 @@ from headwise.masks import Causal, Chunk, Document, Full, Padding, Window
 from headwise.positions import Positions
 
 READ = ("attention_mask", "q_offset", "cache_position")  # tensors whose numbers are looked at
+# By the memory of a mask: reentrant checkpoints recompute with tensors that share it, but have no attributes.
+_made: dict[int, "weakref.ref[Tensor]"] = {}
+_heard: set[type] = set()  # configurations of models that take transformers' choice of attention
+# What every layer of a model asks about the same positions.
+_documents = WeakTensorKeyDictionary()
 
 
 class Value(NamedTuple):
@@ -37,6 +45,12 @@ def make(
     mask_of_transformers: Callable[..., Tensor | None], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor | None:
     """The mask that transformers makes for its own ``sdpa``, with what is known of it."""
+    config = options.get("config")
+    if not torch.compiler.is_compiling():
+        _refuse_deaf(type(config))
+    if getattr(config, "num_kv_shared_layers", 0):
+        # Gemma 4 cuts its queries behind the mask, and no mask would not say where those that are left stand
+        options["allow_is_causal_skip"] = False
     reads = not args and _readable(options)
     # tensors made in inference mode do not count what is written into them
     counted = reads and torch.is_inference_mode_enabled()
@@ -48,11 +62,50 @@ def make(
     start = start.clone() if isinstance(start, Tensor) else start  # a static cache counts on in it
     # an attribute passes through models and compilers, and costs nothing
     made.headwise_made = (options.get("attention_mask"), start, options.get("kv_offset", 0))  # type: ignore[attr-defined]
+    if reads:
+        _remember(made)
     if reads and not made.is_inference():
         value = _value(made, options)
         if value is not None:
             made.headwise_value = value  # type: ignore[attr-defined]
     return made
+
+
+def _refuse_deaf(config: type) -> None:
+    """Refuse models that take transformers' masks, but not its choice of attention: they would misread this one."""
+    if config in _heard:
+        return
+    package = config.__module__.rpartition(".")[0] + ".modeling_"
+    for name in [name for name in sys.modules if name.startswith(package)]:
+        held = vars(sys.modules[name])
+        if "ALL_ATTENTION_FUNCTIONS" not in held and any("Attention" in part for part in held):
+            raise UnsupportedError(
+                f"The models of {name} compute attention by code of their own and would misread headwise's masks; "
+                "make the model with attn_implementation='eager'."
+            )
+    _heard.add(config)
+
+
+def _remember(made: Tensor) -> None:
+    place = made.untyped_storage()._cdata
+
+    def forget(gone: "weakref.ref[Tensor]") -> None:
+        if _made.get(place) is gone:
+            del _made[place]
+
+    _made[place] = weakref.ref(made, forget)
+
+
+def origin(mask: Tensor | None) -> Tensor | None:
+    """The tensor that was made here and that a mask is, or shows as a whole; else the mask."""
+    if mask is None or hasattr(mask, "headwise_made") or torch.compiler.is_compiling() or type(mask) is not Tensor:
+        return mask
+    if mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        return mask
+    found = _made.get(mask.untyped_storage()._cdata, lambda: None)()
+    if found is None or (found.shape, found.stride()) != (mask.shape, mask.stride()):
+        return mask
+    return found if found.data_ptr() == mask.data_ptr() else mask
 
 
 def value_of(mask: Tensor, batch: int, rows: int, slots: int) -> Value | None:
@@ -211,11 +264,12 @@ def shared(
     # tensors made in inference mode do not count what is written into them
     if not reads or not given_numbers or position_ids.is_inference() or (real is not None and real.is_inference()):
         return _shared(position_ids, real, start, first, rows, slots, reads)
-    asked: Any = position_ids  # by every layer of a model, about the same tensors: what was found stays with them
+    asked: Any = position_ids
     form = (asked._version, None if real is None else real._version, slots, start, first)
-    held = getattr(asked, "headwise_shared", None)
-    if held is None or held[0] != form or held[1] is not real:
-        held = asked.headwise_shared = (form, real, _shared(asked, real, start, first, rows, slots, reads))
+    held = _documents.get(asked)
+    if held is None or held[0] != form or held[1]() is not real:
+        of = (lambda: None) if real is None else weakref.ref(real)
+        held = _documents[asked] = (form, of, _shared(asked, real, start, first, rows, slots, reads))
     return held[2]
 
 
@@ -250,8 +304,15 @@ def _numbered(position_ids: Int[Tensor, "#B T"], real: Bool[Tensor, "#B T"] | No
     place = torch.arange(real.shape[-1], device=real.device)
     last = torch.where(real, place, -1).cummax(-1).values
     before = F.pad(last[:, :-1], (1, 0), value=-1)
-    follows = position_ids == position_ids.gather(1, before.clamp(min=0)) + 1
+    # a hole in a document counts, or counts not
+    ahead, at = position_ids - position_ids.gather(1, before.clamp(min=0)), place - before
+    follows = (ahead == 1) | (ahead == at)
     return (real & (before >= 0) & ~follows).cumsum(-1)
+
+
+def is_own(attention_mask: Tensor | None) -> bool:
+    """Whether a mask may keep documents apart: one that transformers did not make, or made for them."""
+    return attention_mask is not None and (not hasattr(attention_mask, "headwise_made") or _apart(attention_mask))
 
 
 def _apart(attention_mask: Tensor | None) -> bool:

@@ -26,6 +26,12 @@ NEIGHBOURS = {
     "codegen", "cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "glm4v", "gptj",
     "helium", "llama4", "llama4_vision_model",
 }  # fmt: skip
+# Models that turn neighbours as well, or in an order of their own, and were not compared with.
+ASKED = {
+    "axk2", "bailing_hybrid", "blt", "cohere2_moe", "deepseek_v32", "deepseek_v4", "dots3_note", "efficientloftr",
+    "glm_moe_dsa", "hy_v4", "hy_v4_vl", "lightglue", "longcat_flash", "mistral_large4", "moonshine",
+    "moonshine_streaming", "musicflamingo", "roformer",
+}  # fmt: skip
 # How several axes share the frequencies: text with three, images with two.
 SPECTRUM = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "paddleocr_vl"), "contiguous"),
@@ -78,6 +84,11 @@ def from_config(
     kind = _first(parameters.get("rope_type"), parameters.get("type"), "default")
     kind = NAMES.get(kind, kind)
     rotary_dim = head_dim if kind == "proportional" else _first(get("rotary_dim"), int(head_dim * share))
+    if interleaved is None and get("rope_interleave") is None and any(f"{model}_".startswith(f"{m}_") for m in ASKED):
+        raise ConversionError(
+            f"How {model} pairs the numbers that it turns was not compared with what is done here; give "
+            "interleaved=True for neighbours, or False for halves."
+        )
     if interleaved is None:
         interleaved = bool(_first(get("rope_interleave"), model in NEIGHBOURS))
     sections, spectrum = _axes(kind, model, parameters, rotary_dim // 2)
