@@ -281,6 +281,8 @@ def test_what_is_not_understood_is_refused():
 def test_the_pairs_of_every_model_are_known_or_asked_for():
     """A model whose own rotation takes neighbours is never turned by halves without a word."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    if tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5, 24):
+        pytest.skip("the models of older versions read their configurations otherwise")
     turn = re.compile(r"def (rotate_half|rotate_every_two|apply_rotary\w*)\(.*?(?=\ndef |\nclass |\n@)", re.S)
     neighbours = re.compile(r"\.\.\., (0)?::2|\.\.\., 1::2|view_as_complex|reshape\([^)]*-1, 2\)")
     found, lost = 0, []

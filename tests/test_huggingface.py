@@ -894,7 +894,8 @@ def test_models_that_would_misread_the_masks_are_refused():
     ids = torch.arange(6)[None]
     bloom = BloomConfig(hidden_size=32, n_head=4, n_layer=2, vocab_size=50)
     mpnet = MPNetConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=32, vocab_size=50)
-    for kind, config in ((BloomForCausalLM, bloom), (MPNetModel, mpnet)):
+    # the older MPNet made its own masks
+    for kind, config in ((BloomForCausalLM, bloom), *(() if OLD else ((MPNetModel, mpnet),))):
         model = kind._from_config(config, attn_implementation="headwise")
         with pytest.raises(headwise.UnsupportedError, match="compute attention by code of their own"):
             model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
