@@ -13,7 +13,7 @@ from torch import nn
 
 import headwise
 from headwise import UnsupportedError
-from headwise.convert import huggingface
+from headwise.convert import huggingface, huggingface_masks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import masking_utils  # noqa: E402
@@ -899,6 +899,25 @@ def test_models_that_would_misread_the_masks_are_refused():
         model = kind._from_config(config, attn_implementation="headwise")
         with pytest.raises(headwise.UnsupportedError, match="compute attention by code of their own"):
             model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0]]))
+
+
+@torch.no_grad()
+def test_models_that_take_the_choice_of_attention_are_not_refused():
+    """Names that a module imports are not its own attention, nor are those of another model of the same package."""
+    from transformers import Data2VecTextConfig, Data2VecTextModel, PaliGemmaConfig
+    from transformers.models.data2vec import modeling_data2vec_vision
+    from transformers.models.paligemma import modeling_paligemma
+
+    assert "ALL_ATTENTION_FUNCTIONS" not in vars(modeling_data2vec_vision) | vars(modeling_paligemma)
+    for config in (Data2VecTextConfig, PaliGemmaConfig):
+        huggingface_masks._refuse_deaf(config)
+    config = Data2VecTextConfig(
+        hidden_size=24, num_attention_heads=3, num_hidden_layers=1, intermediate_size=24, vocab_size=50
+    )
+    model = Data2VecTextModel._from_config(config, attn_implementation="headwise").eval()
+    ids, mask = torch.arange(6)[None] + 3, torch.tensor([[1, 1, 1, 1, 0, 0]])
+    got = model(input_ids=ids, attention_mask=mask).last_hidden_state[:, :4]
+    torch.testing.assert_close(got, model(input_ids=ids[:, :4]).last_hidden_state)
 
 
 @torch.no_grad()

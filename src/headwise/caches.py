@@ -119,7 +119,8 @@ class KVCache(ABC):
         if not self.stored:
             raise CacheError("An empty cache has no rows to select from; fill it first.")
         key = self.stored["key"]
-        index = torch.as_tensor(rows, dtype=None if rows != [] else torch.int64, device=key.device)
+        nothing = isinstance(rows, (list, tuple)) and not rows
+        index = torch.as_tensor(rows, dtype=torch.int64 if nothing else None, device=key.device)
         if index.dim() != 1 or index.is_floating_point() or index.dtype == torch.bool:
             raise ShapeError(f"Rows to select are {index.dtype} of shape {tuple(index.shape)}; give whole numbers.")
         if index.device.type == "cpu" and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(key):

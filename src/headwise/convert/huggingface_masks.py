@@ -78,7 +78,10 @@ def _refuse_deaf(config: type) -> None:
     package = config.__module__.rpartition(".")[0] + ".modeling_"
     for name in [name for name in sys.modules if name.startswith(package)]:
         held = vars(sys.modules[name])
-        if "ALL_ATTENTION_FUNCTIONS" not in held and any("Attention" in part for part in held):
+        own = [part for part in held.values() if isinstance(part, type) and part.__module__ == name]
+        attends = any("Attention" in part.__name__ and issubclass(part, nn.Module) for part in own)
+        makes = any(getattr(part, "__module__", "") == "transformers.masking_utils" for part in held.values())
+        if attends and makes and "ALL_ATTENTION_FUNCTIONS" not in held:
             raise UnsupportedError(
                 f"The models of {name} compute attention by code of their own and would misread headwise's masks; "
                 "make the model with attn_implementation='eager'."
@@ -304,7 +307,7 @@ def _numbered(position_ids: Int[Tensor, "#B T"], real: Bool[Tensor, "#B T"] | No
     place = torch.arange(real.shape[-1], device=real.device)
     last = torch.where(real, place, -1).cummax(-1).values
     before = F.pad(last[:, :-1], (1, 0), value=-1)
-    # a hole in a document counts, or counts not
+    # positions may count what is not real in between, or leave it out
     ahead, at = position_ids - position_ids.gather(1, before.clamp(min=0)), place - before
     follows = (ahead == 1) | (ahead == at)
     return (real & (before >= 0) & ~follows).cumsum(-1)
