@@ -1107,6 +1107,9 @@ LAYERS = (
         "Rows to select are torch.float32 of shape (1,); give whole numbers."),
     ("lengths as a list", lambda: layer()(tokens, cache=DynamicCache(), lengths=[1, 2]),
         "lengths= is list; give a tensor of whole numbers, one per row, (batch,)."),
+    ("lengths on another device", lambda: layer().to("meta")(
+            tokens.to("meta"), cache=DynamicCache(), lengths=torch.tensor([1, 2])),
+        "lengths= is on cpu and the keys are on meta; move it with .to()."),
     ("lengths of three rows", lambda: layer()(tokens, cache=DynamicCache(), lengths=torch.tensor([1, 2, 3])),
         "lengths= has shape (3,) for 2 rows; give one number per row."),
     ("lengths beyond the call", lambda: layer()(tokens, cache=DynamicCache(), lengths=torch.tensor([1, 8])),

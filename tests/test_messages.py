@@ -9,6 +9,7 @@ from test_bad_calls import ROWS, key, query, value
 
 import headwise
 from headwise import MultiHeadAttention, ShapeError, Softcap, UnsupportedError, Window, attention, parse
+from headwise.backends import native_call
 from headwise.backends.native import Native
 
 pytestmark = pytest.mark.plain
@@ -26,6 +27,8 @@ MORE = (
     ("a text that is too long", lambda: parse("x" * 20_000), ShapeError),
     ("a text that is nested too deeply", lambda: parse("&".join(["Causal()"] * 1000)), ShapeError),
     ("instructions that are not there", lambda: Native("mmx"), UnsupportedError),
+    ("instructions of another processor", lambda: native_call._check(2), UnsupportedError),
+    ("no memory", lambda: native_call._check(1), MemoryError),
 )
 
 

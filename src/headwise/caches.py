@@ -117,7 +117,8 @@ class KVCache(ABC):
     def select(self, rows: list[int] | Int[Tensor, " N"]) -> None:
         """Make row i what row ``rows[i]`` was: put beams in order, repeat a prompt, leave finished rows out."""
         if not self.stored:
-            raise CacheError("An empty cache has no rows to select from; fill it first.")
+            count = torch.as_tensor(rows).numel()
+            raise CacheError(f"An empty cache has no rows to select {count} from; fill it first.")
         key = self.stored["key"]
         nothing = isinstance(rows, (list, tuple)) and not rows
         index = torch.as_tensor(rows, dtype=torch.int64 if nothing else None, device=key.device)
