@@ -213,10 +213,10 @@ def test_a_tensor_given_twice_gets_each_part_once(form, way, monkeypatch):
     for grads in weights:
         want = torch.autograd.grad(out(), leaves, grads)
         for got, wanted in zip(torch.autograd.grad(out(), leaves, grads, create_graph=True), want, strict=True):
-            torch.testing.assert_close(got, wanted)
+            assert_as_good_as(got, wanted.double(), wanted, terms=5 * 8)
     many = torch.autograd.grad(out(), leaves, weights, is_grads_batched=True)
     for got, wanted in zip(many, want, strict=True):
-        torch.testing.assert_close(got[-1], wanted)
+        assert_as_good_as(got[-1], wanted.double(), wanted, terms=5 * 8)
     twice = x.detach().double().requires_grad_(), y.detach().double().requires_grad_()
 
     def wide(x, y):
@@ -249,7 +249,7 @@ def test_gradients_of_gradients_and_many_at_once(plans, monkeypatch):
         at_once = torch.autograd.grad(out, learned, many, is_grads_batched=True, retain_graph=True)
         for i in range(3):
             for part, want in zip(at_once, torch.autograd.grad(out, learned, many[i], retain_graph=True), strict=True):
-                torch.testing.assert_close(part[i], want)
+                assert_as_good_as(part[i], want.double(), want, terms=11 * 13)
     assert len(plans) == 1
 
 
@@ -388,4 +388,4 @@ def test_a_backend_without_a_hash():
 
     for factor in (2.0, 3.0):
         out = attention(*inputs(), backend=Scaled(factor))
-        torch.testing.assert_close(out, attention(*inputs()) * factor)
+        assert torch.equal(out, attention(*inputs()) * factor)

@@ -280,8 +280,9 @@ def test_slopes_that_are_trained(backend):
     query, key, value = (randn(1, 2, 5, 4, seed=seed) for seed in range(3))  # only the slopes are trained
     out = attention(query, key, value, score_mods=[mod], backend=backend)
     (grad,) = torch.autograd.grad(out.square().sum(), slopes)
-    wide = leaf(slopes, torch.float64)
-    away = (torch.arange(5)[:, None] - torch.arange(5)).abs()
-    scores = query.double() @ key.double().mT / 2 - wide[:, None, None] * away
-    (want,) = torch.autograd.grad((scores.softmax(-1) @ value.double()).square().sum(), wide)
-    torch.testing.assert_close(grad.double(), want, rtol=1e-4, atol=1e-6)
+    away, found = (torch.arange(5)[:, None] - torch.arange(5)).abs(), []
+    for dtype in (torch.float64, torch.float32):
+        own = leaf(slopes, dtype)
+        scores = query.to(dtype) @ key.to(dtype).mT / 2 - own[:, None, None] * away
+        found += torch.autograd.grad((scores.softmax(-1) @ value.to(dtype)).square().sum(), own)
+    assert_as_good_as(grad, *found, terms=5 * 5 * 4)

@@ -912,15 +912,16 @@ def test_the_benchmark_of_models_refuses(tmp_path, capsys):
 @pytest.mark.plain
 def test_function_transforms_of_a_swapped_layer():
     layer, x = nn.TransformerEncoderLayer(12, 2, 20, batch_first=True).eval(), randn(2, 5, 12)
-    tuned = dict(layer.named_parameters())
 
-    def loss(p):
-        return torch.func.functional_call(layer, p, (x,)).square().sum()
+    def gradients(layer, x):
+        def loss(p):
+            return torch.func.functional_call(layer, p, (x,)).square().sum()
 
-    want = torch.func.grad(loss)(tuned)
+        return torch.func.grad(loss)(dict(layer.named_parameters()))
+
+    want, near = gradients(copy.deepcopy(layer).double(), x.double()), gradients(layer, x)
     swap(layer)
-    tuned = dict(layer.named_parameters())
-    got = torch.func.grad(loss)(tuned)
-    torch.testing.assert_close(got["linear1.weight"], want["linear1.weight"])
-    rows = torch.cat([got[f"self_attn.{name}_proj.weight"] for name in "qkv"])
-    torch.testing.assert_close(rows, want["self_attn.in_proj_weight"])
+    got = gradients(layer, x)
+    got["self_attn.in_proj_weight"] = torch.cat([got[f"self_attn.{name}_proj.weight"] for name in "qkv"])
+    for name in ("linear1.weight", "self_attn.in_proj_weight"):
+        assert_as_good_as(got[name], want[name], near[name], terms=2 * 5 * 12)

@@ -361,7 +361,7 @@ def _form(
             return None
     if torch.is_autocast_enabled("cpu") or not (scale is None or type(scale) is float):
         return None
-    if not (type(backend) is str or isinstance(backend, Backend)) or not isinstance(backend, Hashable):
+    if type(backend) is not str and not (isinstance(backend, Backend) and isinstance(backend, Hashable)):
         return None
     if not _is_ours(mask):
         return None

@@ -1,6 +1,6 @@
 """Projections in half precision on a processor that has no instructions for it."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-# Without such instructions torch multiplies halves by a plain loop, at about an eighth of the speed of float32, and the
-# gradient of the tokens at a hundredth. A build of torch without oneDNN cannot tell, and is left alone.
+# Without such instructions torch multiplies halves by plain loops, which take many times as long as float32, most of all
+# for the gradient of the tokens. A build of torch without oneDNN cannot tell, and is left alone.
 _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 SLOW = frozenset(
     dtype for dtype, name in _ASKED.items() if hasattr(torch.ops.mkldnn, name) and not getattr(torch.ops.mkldnn, name)()
@@ -29,7 +29,7 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens _"]) -> Float[Tensor, "
     Returns:
         Projected tokens, in the dtype of ``x``.
     """
-    if type(linear) is nn.Linear and widens(linear, x):
+    if widens(linear, x):
         # compilers decide themselves what is kept, and transforms of functions know operators only
         transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
         plain = not torch.is_grad_enabled() or transformed or torch.compiler.is_compiling()
@@ -37,7 +37,7 @@ def project(linear: nn.Module, x: Float[Tensor, "*tokens _"]) -> Float[Tensor, "
     return linear(x)
 
 
-def widens(linear: nn.Module, x: Tensor) -> bool:
+def widens(linear: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """Whether ``project`` goes by way of float32."""
     return (
         x.dtype in SLOW

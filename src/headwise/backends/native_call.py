@@ -42,7 +42,7 @@ POINTERS = struct.Struct("@6P")  # what CALL begins with
 # hw_gradients: out_grad, its strides, lse_grad, and what is written: query, key, value, bias, its stride, slopes …
 GRADIENTS = struct.Struct("@P3qP4Pq3P")
 
-FAR = 2**30  # slots
+SLOTS = 2**30  # more than a call has
 NOTHING = (0, 0, 0, 0)
 NO_TILE = (0, 0, 0, 0, 0)
 NO_DROPOUT = (0, 0, 0, 0, 0, 0.0)
@@ -256,7 +256,7 @@ def new_results(
 
 def _per_row(bounds: tuple[Tensor | None, ...], batch: int, kept: list[Tensor]) -> tuple[int, ...]:
     # a bound beyond all slots may be one that 32 bits do not hold
-    whole = (b.clamp(-FAR, FAR).to("cpu", torch.int32) for b in bounds if b is not None)
+    whole = (b.clamp(-SLOTS, SLOTS).to("cpu", torch.int32) for b in bounds if b is not None)
     kept += [b.expand(batch).contiguous() for b in whole]
     alive = iter(kept)
     return tuple(0 if b is None else next(alive).data_ptr() for b in bounds)

@@ -78,7 +78,8 @@ def register(name: str = "headwise") -> None:
     RoBERTa, T5 and the decoders do: a document begins at each token, padding aside, whose position does not follow
     that of the token before it. For the others (DistilBERT, ModernBERT) there is ``packed``. A call that continues a
     cache is taken to continue the one document in it. A mask of four dimensions that is your own is taken as it is,
-    and cross-attention sees all of its row.
+    and cross-attention sees all of its row. Models that take transformers' masks but compute attention by code of
+    their own (BLOOM, MPNet) are refused when they make a mask, outside compiled code.
 
     Calling it again changes nothing.
 
@@ -165,7 +166,7 @@ def kernel(
 
     Args:
         module: The attention module of the model; its ``training``, ``is_causal`` and ``observer`` are read.
-        query: Queries, rotated if the model rotates.
+        query: Queries, rotated if the model rotates; one row of them serves all rows of keys, and the reverse.
         key: Keys. There may be fewer heads than of queries; the first ones then share the first key head.
         value: Values.
         attention_mask: Boolean, True where a query may attend, or floating point, to be added; four

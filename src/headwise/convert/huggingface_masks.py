@@ -2,8 +2,9 @@
 
 transformers describes a mask by a function of indices that is put together from a few parts, and makes a boolean
 tensor of it. Models look at that tensor, slice it and move it, so it is made as ever; what it was made from goes with
-it as attributes, which whatever makes another tensor of it loses. The attention then reads a ``Mask`` where it still
-knows one, whose runs of keys need no queries × keys booleans, and the tensor where it does not.
+it as attributes, which whatever makes another tensor of it loses (``origin`` finds one that shares its memory). The
+attention then reads a ``Mask`` where it still knows one, whose runs of keys need no queries × keys booleans, and the
+tensor where it does not.
 """
 
 import contextlib
@@ -267,12 +268,11 @@ def shared(
     # tensors made in inference mode do not count what is written into them
     if not reads or not given_numbers or position_ids.is_inference() or (real is not None and real.is_inference()):
         return _shared(position_ids, real, start, first, rows, slots, reads)
-    asked: Any = position_ids
-    form = (asked._version, None if real is None else real._version, slots, start, first)
-    held = _documents.get(asked)
+    form = (position_ids._version, None if real is None else real._version, slots, start, first)
+    held = _documents.get(position_ids)
     if held is None or held[0] != form or held[1]() is not real:
         of = (lambda: None) if real is None else weakref.ref(real)
-        held = _documents[asked] = (form, of, _shared(asked, real, start, first, rows, slots, reads))
+        held = _documents[position_ids] = (form, of, _shared(position_ids, real, start, first, rows, slots, reads))
     return held[2]
 
 

@@ -59,7 +59,7 @@ def from_config(
             left out means a base of 10000 and whole heads, whatever the model's own default.
         layer_type: Which of several rotary embeddings, such as "full_attention" of Gemma 3; None where there is one.
         interleaved: Whether pairs are neighbours. None: as the configuration says, or as is known of its
-            ``model_type``; half-split for others.
+            ``model_type``; half-split for others, but for those that are known to turn otherwise.
         length: Tokens of the sequences to come, for types that depend on it (dynamic, longrope); None follows the
             length of each call, which goes without a cache only.
 
@@ -68,7 +68,8 @@ def from_config(
 
     Raises:
         ConversionError: When the type is not known, a number that it needs is missing, the parameters hold
-            something else that would be lost, or it is not known how several axes share the frequencies.
+            something else that would be lost, or it is not known how several axes share the frequencies or which
+            numbers are pairs.
 
     Example:
         >>> from headwise.convert.rotary import from_config
