@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
-# Without such instructions torch multiplies halves by plain loops, which take many times as long as float32, most of all
-# for the gradient of the tokens. A build of torch without oneDNN cannot tell, and is left alone.
+# Without such instructions torch multiplies halves by plain loops, many times slower than float32, most of all for the
+# gradient of the tokens. A build of torch without oneDNN cannot tell, and is left alone.
 _ASKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 SLOW = frozenset(
     dtype for dtype, name in _ASKED.items() if hasattr(torch.ops.mkldnn, name) and not getattr(torch.ops.mkldnn, name)()
